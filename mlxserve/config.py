@@ -1,0 +1,49 @@
+"""The only reader of environment variables, and the defaults that several modules share.
+
+MLXSERVE_HOME       folder of caches and imported models (default: the user's cache folder)
+MLXSERVE_KERNELS    reference | cpu: which implementation of the kernels runs (read by mlxserve_kernels)
+MLXSERVE_THREADS    number of CPU kernel threads (read by mlxserve_kernels)
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import platformdirs
+
+DEFAULT_HOST = "127.0.0.1"
+DEFAULT_PORT = 8080
+DEFAULT_MODEL = "smollm2"
+DEFAULT_PAGE_SIZE = 32
+"""Tokens in one KV page."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Limits of one engine.
+
+    max_running      rows that run at once; more wait
+    max_waiting      requests that may wait; one more is refused with QueueFullError
+    page_size        tokens a KV page
+    max_step_tokens  tokens of prefill and decode together in one forward
+    memory_limit     bytes for weights and KV together; None: derived from the machine
+    kv_pages         a fixed number of KV pages instead of a memory limit (tests)
+    """
+
+    max_running: int = 16
+    max_waiting: int = 128
+    page_size: int = DEFAULT_PAGE_SIZE
+    max_step_tokens: int = 512
+    memory_limit: int | None = None
+    kv_pages: int | None = None
+    prefix_cache: bool = True
+
+
+def home_dir() -> Path:
+    """The folder for imported models and caches; not created here."""
+    value = os.environ.get("MLXSERVE_HOME")
+    if value:
+        return Path(value).expanduser()
+    return Path(platformdirs.user_cache_dir("mlxserve"))
