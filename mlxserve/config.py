@@ -1,6 +1,6 @@
 """The only reader of environment variables, and the defaults that several modules share.
 
-MLXSERVE_HOME       folder of caches and imported models (default: the user's cache folder)
+MLXSERVE_HOME       folder of caches and imported models (default: $XDG_CACHE_HOME/mlxserve or ~/.cache/mlxserve)
 MLXSERVE_KERNELS    reference | cpu: which implementation of the kernels runs (read by mlxserve_kernels)
 MLXSERVE_THREADS    number of CPU kernel threads (read by mlxserve_kernels)
 """
@@ -10,8 +10,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-
-import platformdirs
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8080
@@ -46,4 +44,5 @@ def home_dir() -> Path:
     value = os.environ.get("MLXSERVE_HOME")
     if value:
         return Path(value).expanduser()
-    return Path(platformdirs.user_cache_dir("mlxserve"))
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "mlxserve"
