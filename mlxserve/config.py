@@ -1,8 +1,9 @@
 """The only reader of environment variables, and the defaults that several modules share.
 
-MLXSERVE_HOME       folder of caches and imported models (default: $XDG_CACHE_HOME/mlxserve or ~/.cache/mlxserve)
+MLXSERVE_HOME       folder of imported models and caches (default: mlxserve in $XDG_CACHE_HOME or ~/.cache)
 MLXSERVE_KERNELS    reference | cpu: which implementation of the kernels runs (read by mlxserve_kernels)
 MLXSERVE_THREADS    number of CPU kernel threads (read by mlxserve_kernels)
+MLXSERVE_DEBUG      0 | 1: with 1 the command line prints tracebacks below its one-line errors
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+
+from mlxserve.errors import UsageError
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8080
@@ -46,3 +49,11 @@ def home_dir() -> Path:
         return Path(value).expanduser()
     cache = os.environ.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path.home() / ".cache") / "mlxserve"
+
+
+def is_debug() -> bool:
+    """Whether the command line prints tracebacks. Raises UsageError for a value other than 0 or 1."""
+    value = os.environ.get("MLXSERVE_DEBUG", "")
+    if value not in ("", "0", "1"):
+        raise UsageError(f"MLXSERVE_DEBUG must be 0 or 1, not {value!r}")
+    return value == "1"

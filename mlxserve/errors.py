@@ -12,6 +12,7 @@ MlxserveError
 ├── QueueFullError                 too many waiting requests (HTTP 429, Retry-After)
 ├── EngineDeadError                the engine thread has ended (HTTP 503)
 ├── RequestFailedError             one request failed inside the engine (HTTP 500)
+├── PortUnavailableError           the server's address cannot be bound (exit code 1)
 └── UsageError                     a wrong command line, option or environment value (exit code 2)
 
 Each class has a stable ``code``; API dialects map classes to status and body in one place.
@@ -105,6 +106,12 @@ class RequestFailedError(MlxserveError):
     """One request failed inside the engine; others go on."""
 
     code = "request_failed"
+
+
+class PortUnavailableError(MlxserveError):
+    """The address to listen on is taken or not allowed."""
+
+    code = "port_unavailable"
 
 
 class UsageError(MlxserveError):

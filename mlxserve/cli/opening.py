@@ -1,0 +1,51 @@
+"""From a model's name on the command line to a running engine: shared by serve, chat and generate."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from rich.console import Console
+
+from mlxserve.cli.model_source import PreparedModel, prepare_model
+from mlxserve.cli.sizes import parse_size
+from mlxserve.cli.stopping import force_exit
+from mlxserve.config import EngineConfig
+from mlxserve.engine.served_model import ServedModel, open_folder, open_scripted
+from mlxserve.errors import UsageError
+
+
+def open_model(
+    name: str, config: EngineConfig, *, console: Console, max_context: int | None = None
+) -> ServedModel:
+    """Resolve, pull, import and load ``name``; blocks until its engine is ready.
+
+    ``max_context`` lowers the context length. Raises UsageError when the model supports less. A signal
+    during the load ends the process: the engine's thread may be deep in a load that nothing can stop.
+    """
+    source = prepare_model(name, console=console)
+    try:
+        with console.status(f"Loading {source.id}"):
+            model = _load(source, config)
+    except KeyboardInterrupt:
+        force_exit(130)
+    except SystemExit:
+        force_exit(0)
+    if max_context is None:
+        return model
+    if max_context > model.context_length:
+        raise UsageError(
+            f"--max-context {max_context} is more than {model.id} supports: {model.context_length} tokens"
+        )
+    return dataclasses.replace(model, context_length=max_context)
+
+
+def _load(source: PreparedModel, config: EngineConfig) -> ServedModel:
+    if source.kind == "scripted":
+        return open_scripted(source.path, config)
+    return open_folder(source.path, source.id, config)
+
+
+def engine_config(memory_limit: str | None) -> EngineConfig:
+    """Limits for a command that runs one request at a time."""
+    limit = parse_size(memory_limit, option="--memory-limit") if memory_limit is not None else None
+    return EngineConfig(max_running=1, memory_limit=limit)
