@@ -1,0 +1,62 @@
+"""The mlx-lm model that a config describes: built without weights, to know its names and shapes.
+
+Only mlx-lm's own model files are used. Code that comes with a checkpoint is never run.
+"""
+
+from __future__ import annotations
+
+import difflib
+import pkgutil
+from pathlib import Path
+from typing import Any
+
+from mlxserve.errors import ConversionError, UnsupportedModelError
+
+_HELPER_MODULES = frozenset({"base", "cache", "activations", "rope_utils", "switch_layers", "pipeline", "ssm"})
+
+
+def known_model_types() -> list[str]:
+    """The values of ``model_type`` that mlx-lm has a file or an alias for."""
+    import mlx_lm.models
+    from mlx_lm.utils import MODEL_REMAPPING
+
+    files = {module.name for module in pkgutil.iter_modules(mlx_lm.models.__path__)}
+    return sorted((files - _HELPER_MODULES) | set(MODEL_REMAPPING))
+
+
+def build_model(config: dict[str, Any], source: Path) -> Any:
+    """An mlx-lm model of random, unevaluated parameters.
+
+    Raises UnsupportedModelError for an unknown ``model_type`` and ConversionError for a config that
+    the architecture cannot be built from.
+    """
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or not model_type:
+        raise ConversionError(f"{source}: config.json has no model_type")
+    if "model_file" in config:
+        raise UnsupportedModelError(
+            f"{source}: config.json wants to run its own code ({config['model_file']!r}), which is never done"
+        )
+    if model_type not in known_model_types():
+        raise UnsupportedModelError(_unknown_type(model_type, config, source))
+    from mlx_lm.utils import _get_classes
+
+    try:
+        model_class, args_class = _get_classes(config)
+        return model_class(args_class.from_dict(config))
+    except (TypeError, KeyError, ValueError, AttributeError, AssertionError, ImportError) as error:
+        reason = str(error).replace("\n", " ") or type(error).__name__
+        raise ConversionError(
+            f"{source}: config.json does not describe a {model_type} model: {reason}"
+        ) from error
+
+
+def _unknown_type(model_type: str, config: dict[str, Any], source: Path) -> str:
+    known = known_model_types()
+    near = difflib.get_close_matches(model_type, known, n=5, cutoff=0.5)
+    hint = f"near it: {', '.join(near)}" if near else f"known are {', '.join(known)}"
+    code = ""
+    if config.get("auto_map"):
+        code = "; the checkpoint's own code (auto_map) is never run"
+    return f"{source}: model_type {model_type!r} is not supported ({hint}){code}"
+

@@ -1,0 +1,215 @@
+"""Reading of GGUF files through a memory map.
+
+The format is described in the ggml project's ``docs/gguf.md``. Only little-endian files of version 2
+and 3 are read. Whatever is wrong with a file ends in a ConversionError of one line that names the file.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from mlxserve.errors import ConversionError
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_DEFAULT_ALIGNMENT = 32
+_STRING, _ARRAY = 8, 9
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_MAX_DIMENSIONS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFTensor:
+    """One tensor of a file. ``shape`` is in row-major order (rows first, columns last), in elements."""
+
+    name: str
+    type_name: str
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+    @property
+    def num_elements(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+class GGUFFile:
+    """An open GGUF file: ``metadata`` by key and ``tensors`` by name, in file order.
+
+    The file stays mapped until ``close``; arrays from ``data`` are views of the map and must be gone
+    (or copied) before that.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._handle = path.open("rb")
+        except OSError as error:
+            raise ConversionError(f"{path}: cannot be opened: {error.strerror}") from error
+        try:
+            self._map = self._open_map()
+            parser = _Parser(path, self._map)
+            self.version: int = parser.version
+            self.metadata: dict[str, Any] = parser.read_metadata()
+            self.tensors: dict[str, GGUFTensor] = parser.read_tensors(self.metadata)
+        except BaseException:
+            self._handle.close()
+            raise
+
+    def _open_map(self) -> mmap.mmap:
+        try:
+            return mmap.mmap(self._handle.fileno(), 0, access=mmap.ACCESS_READ)
+        except ValueError as error:
+            raise ConversionError(f"{self.path}: is empty, not a GGUF file") from error
+        except OSError as error:
+            raise ConversionError(f"{self.path}: cannot be read: {error.strerror}") from error
+
+    def data(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """The raw bytes of a tensor, as a read-only view."""
+        tensor = self.tensors[name]
+        return np.frombuffer(self._map, np.uint8, tensor.num_bytes, tensor.offset)
+
+    def close(self) -> None:
+        try:
+            self._map.close()
+        except BufferError:
+            # A view is still alive (in a traceback, say): the map goes with it.
+            pass
+        finally:
+            self._handle.close()
+
+    def __enter__(self) -> GGUFFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Parser:
+    """One pass over the header. Every read is checked against the end of the file."""
+
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self._path = path
+        self._data = data
+        self._size = len(data)
+        self._at = 0
+        magic = self._take(4, "the magic number")
+        if magic != _MAGIC:
+            raise ConversionError(f"{path}: not a GGUF file: expected magic {_MAGIC!r}, found {magic!r}")
+        self.version = self._scalar("I", "the version")
+        if self.version not in _VERSIONS:
+            raise ConversionError(self._version_message())
+        self._num_tensors = self._scalar("Q", "the tensor count")
+        self._num_keys = self._scalar("Q", "the metadata count")
+
+    def _version_message(self) -> str:
+        swapped = int.from_bytes(self.version.to_bytes(4, "little"), "big")
+        if swapped in _VERSIONS:
+            return f"{self._path}: is a big-endian GGUF file, only little-endian ones are read"
+        known = " or ".join(str(version) for version in _VERSIONS)
+        return f"{self._path}: unknown GGUF version: expected {known}, found {self.version}"
+
+    def _take(self, count: int, what: str) -> bytes:
+        end = self._at + count
+        if end > self._size:
+            raise ConversionError(
+                f"{self._path}: truncated: {what} needs bytes up to {end}, the file has {self._size}"
+            )
+        raw = self._data[self._at : end]
+        self._at = end
+        return raw
+
+    def _scalar(self, code: str, what: str) -> Any:
+        return struct.unpack("<" + code, self._take(struct.calcsize("<" + code), what))[0]
+
+    def _string(self, what: str) -> str:
+        raw = self._take(self._scalar("Q", what), what)
+        return raw.decode("utf-8", errors="surrogateescape")
+
+    def read_metadata(self) -> dict[str, Any]:
+        metadata: dict[str, Any] = {}
+        for _ in range(self._num_keys):
+            key = self._string("a metadata key")
+            if key in metadata:
+                raise ConversionError(f"{self._path}: metadata key {key!r} occurs twice")
+            metadata[key] = self._value(self._scalar("I", key), key)
+        return metadata
+
+    def _value(self, kind: int, key: str) -> Any:
+        if kind in _SCALARS:
+            return self._scalar(_SCALARS[kind], key)
+        if kind == _STRING:
+            return self._string(key)
+        if kind == _ARRAY:
+            return self._array(key)
+        raise ConversionError(f"{self._path}: metadata key {key!r} has unknown value type {kind}")
+
+    def _array(self, key: str) -> list[Any]:
+        kind = self._scalar("I", key)
+        count = self._scalar("Q", key)
+        if kind in _SCALARS:
+            code = _SCALARS[kind]
+            raw = self._take(count * struct.calcsize("<" + code), key)
+            return list(struct.unpack(f"<{count}{code}", raw))
+        if kind == _STRING:
+            return [self._string(key) for _ in range(count)]
+        raise ConversionError(f"{self._path}: metadata key {key!r} is an array of unknown type {kind}")
+
+    def read_tensors(self, metadata: dict[str, Any]) -> dict[str, GGUFTensor]:
+        entries = [self._tensor_entry() for _ in range(self._num_tensors)]
+        alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+        if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
+            raise ConversionError(
+                f"{self._path}: general.alignment must be a power of two, found {alignment!r}"
+            )
+        start = -(-self._at // alignment) * alignment
+        tensors: dict[str, GGUFTensor] = {}
+        for name, shape, kind, offset in entries:
+            if name in tensors:
+                raise ConversionError(f"{self._path}: tensor {name!r} occurs twice")
+            tensors[name] = self._tensor(name, shape, kind, start + offset)
+        return tensors
+
+    def _tensor_entry(self) -> tuple[str, tuple[int, ...], int, int]:
+        name = self._string("a tensor name")
+        num_dims = self._scalar("I", name)
+        if num_dims > _MAX_DIMENSIONS:
+            raise ConversionError(
+                f"{self._path}: tensor {name!r} has {num_dims} dimensions, at most {_MAX_DIMENSIONS} are allowed"
+            )
+        dims = tuple(self._scalar("Q", name) for _ in range(num_dims))
+        return name, dims[::-1], self._scalar("I", name), self._scalar("Q", name)
+
+    def _tensor(self, name: str, shape: tuple[int, ...], kind: int, offset: int) -> GGUFTensor:
+        try:
+            ggml_type = GGMLQuantizationType(kind)
+        except ValueError as error:
+            raise ConversionError(f"{self._path}: tensor {name!r} has unknown type {kind}") from error
+        block, block_bytes = GGML_QUANT_SIZES[ggml_type]
+        columns = shape[-1] if shape else 1
+        if columns % block:
+            raise ConversionError(
+                f"{self._path}: tensor {name!r} of type {ggml_type.name} has {columns} columns, "
+                f"which is no multiple of {block}"
+            )
+        tensor = GGUFTensor(name, ggml_type.name, shape, offset, 0)
+        num_bytes = tensor.num_elements // block * block_bytes
+        if offset + num_bytes > self._size:
+            raise ConversionError(
+                f"{self._path}: truncated: tensor {name!r} ends at byte {offset + num_bytes}, "
+                f"the file has {self._size}"
+            )
+        return GGUFTensor(name, ggml_type.name, shape, offset, num_bytes)
