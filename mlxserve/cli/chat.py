@@ -13,7 +13,7 @@ from mlxserve.cli.options import (
     TopK,
     TopP,
 )
-from mlxserve.config import DEFAULT_MODEL
+from mlxserve.config import DEFAULT_MODEL, EngineConfig
 
 
 def chat_command(
@@ -38,4 +38,8 @@ def chat_command(
     from mlxserve.cli.local_run import SamplingOptions
 
     sampling = SamplingOptions(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-    chat(model, Conversation(system, max_tokens, sampling), memory_limit=memory_limit)
+    chat(
+        model,
+        Conversation(system, max_tokens, sampling),
+        config=EngineConfig(max_running=1, memory_limit=memory_limit),
+    )

@@ -10,7 +10,8 @@ from rich.console import Console
 
 from mlxserve.cli.generation import write_text
 from mlxserve.cli.local_run import Message, RunStats, SamplingOptions, build_request, chat_prompt, stream_text
-from mlxserve.cli.opening import engine_config, open_model
+from mlxserve.cli.opening import open_model
+from mlxserve.config import EngineConfig
 from mlxserve.engine.served_model import ServedModel
 from mlxserve.errors import InvalidRequestError
 
@@ -56,10 +57,10 @@ class Conversation:
         return stats
 
 
-def chat(name: str, conversation: Conversation, *, memory_limit: str | None) -> None:
+def chat(name: str, conversation: Conversation, *, config: EngineConfig) -> None:
     """Read lines until /exit or the end of stdin, and answer each."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    model = open_model(name, engine_config(memory_limit), console=console)
+    model = open_model(name, config, console=console)
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         # Importing it gives input() line editing and history.

@@ -18,7 +18,7 @@ from mlxserve.cli.options import (
     TopK,
     TopP,
 )
-from mlxserve.config import DEFAULT_MODEL
+from mlxserve.config import DEFAULT_MODEL, EngineConfig
 from mlxserve.errors import UsageError
 
 
@@ -67,7 +67,7 @@ def generate_command(
         stops=tuple(stop or ()),
         sampling=SamplingOptions(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed),
     )
-    generate(model, job, memory_limit=memory_limit, as_json=as_json)
+    generate(model, job, config=EngineConfig(max_running=1, memory_limit=memory_limit), as_json=as_json)
 
 
 def _read_stdin() -> str:

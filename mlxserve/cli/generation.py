@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from mlxserve.cli.local_run import Message, RunStats, SamplingOptions, build_request, chat_prompt, stream_text
-from mlxserve.cli.opening import engine_config, open_model
+from mlxserve.cli.opening import open_model
+from mlxserve.config import EngineConfig
 from mlxserve.engine.served_model import ServedModel
 
 
@@ -34,10 +35,10 @@ class Job:
         return messages
 
 
-def generate(name: str, job: Job, *, memory_limit: str | None, as_json: bool) -> None:
+def generate(name: str, job: Job, *, config: EngineConfig, as_json: bool) -> None:
     """Stream the answer to stdout and the figures to stderr, or print one JSON object to stdout."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    model = open_model(name, engine_config(memory_limit), console=console)
+    model = open_model(name, config, console=console)
     asyncio.run(_generate(model, job, console, as_json))
 
 

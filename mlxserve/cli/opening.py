@@ -7,7 +7,6 @@ import dataclasses
 from rich.console import Console
 
 from mlxserve.cli.model_source import PreparedModel, prepare_model
-from mlxserve.cli.sizes import parse_size
 from mlxserve.cli.stopping import force_exit
 from mlxserve.config import EngineConfig
 from mlxserve.engine.served_model import ServedModel, open_folder, open_scripted
@@ -43,9 +42,3 @@ def _load(source: PreparedModel, config: EngineConfig) -> ServedModel:
     if source.kind == "scripted":
         return open_scripted(source.path, config)
     return open_folder(source.path, source.id, config)
-
-
-def engine_config(memory_limit: str | None) -> EngineConfig:
-    """Limits for a command that runs one request at a time."""
-    limit = parse_size(memory_limit, option="--memory-limit") if memory_limit is not None else None
-    return EngineConfig(max_running=1, memory_limit=limit)

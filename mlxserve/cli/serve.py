@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from mlxserve.cli.options import MemoryLimit
 from mlxserve.config import DEFAULT_HOST, DEFAULT_MODEL, DEFAULT_PORT, EngineConfig
 
 _DEFAULTS = EngineConfig()
@@ -14,37 +15,33 @@ _DEFAULTS = EngineConfig()
 def serve_command(
     models: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[MODEL]...", help="Models to serve side by side.", show_default=DEFAULT_MODEL
-        ),
+        typer.Argument(metavar="MODEL", help="Models to serve side by side.", show_default=DEFAULT_MODEL),
     ] = None,
     host: Annotated[
-        str, typer.Option(help="Address to listen on; 0.0.0.0 for every network.")
+        str, typer.Option(metavar="ADDRESS", help="Address to listen on; 0.0.0.0 for every network.")
     ] = DEFAULT_HOST,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 picks a free one.")] = DEFAULT_PORT,
+    port: Annotated[
+        int, typer.Option(metavar="N", min=0, max=65535, help="Port; 0 picks a free one.")
+    ] = DEFAULT_PORT,
     api_key: Annotated[
         str | None, typer.Option(metavar="KEY", help="Key that clients must send as a bearer token.")
     ] = None,
     max_context: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Tokens of prompt and answer together.", show_default="what the model supports"
+            metavar="N",
+            min=1,
+            help="Tokens of prompt and answer together.",
+            show_default="what the model supports",
         ),
     ] = None,
     parallel: Annotated[
-        int, typer.Option(min=1, help="Requests that run at once; more wait.")
+        int, typer.Option(metavar="N", min=1, help="Requests that run at once; more wait.")
     ] = _DEFAULTS.max_running,
     queue: Annotated[
-        int, typer.Option(min=0, help="Requests that may wait; one more gets status 429.")
+        int, typer.Option(metavar="N", min=0, help="Requests that may wait; one more gets status 429.")
     ] = _DEFAULTS.max_waiting,
-    memory_limit: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Memory for weights and KV of each model, e.g. 12G.",
-            show_default="derived from this machine",
-        ),
-    ] = None,
+    memory_limit: MemoryLimit = None,
 ) -> None:
     """Serve models over HTTP with OpenAI's API, until Ctrl-C.
 
@@ -55,12 +52,7 @@ def serve_command(
       mlxserve serve ./my-model --host 0.0.0.0 --api-key secret
     """
     from mlxserve.cli.serving import Binding, serve
-    from mlxserve.cli.sizes import parse_size
 
-    config = EngineConfig(
-        max_running=parallel,
-        max_waiting=queue,
-        memory_limit=parse_size(memory_limit, option="--memory-limit") if memory_limit is not None else None,
-    )
+    config = EngineConfig(max_running=parallel, max_waiting=queue, memory_limit=memory_limit)
     binding = Binding(host=host, port=port, api_key=api_key)
     serve(models or [DEFAULT_MODEL], binding, config, max_context)
