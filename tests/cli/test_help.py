@@ -71,7 +71,8 @@ def test_documents_are_current() -> None:
         (["--nonsense"], "No such option: --nonsense"),
         (
             ["serve", "--memory-limit", "12X"],
-            "Invalid value for '--memory-limit': '12X' is not a size; write one like 12G, 800M or a number of bytes.",
+            "Invalid value for '--memory-limit': '12X' is not a size;"
+            " write one like 12G, 800M or a number of bytes.",
         ),
         (["generate"], "Missing option '--prompt' / '-p'."),
         (["generate", "--prompt", ""], "--prompt is empty"),

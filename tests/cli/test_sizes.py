@@ -26,13 +26,15 @@ def test_sizes(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "0", "0.0001K", "12X", "G", "-1G", "1,5G", "12G!", "1e9", "٣G", "nan", "9" * 400])
+@pytest.mark.parametrize(
+    "text", ["", "0", "0.0001K", "12X", "G", "-1G", "1,5G", "12G!", "1e9", "٣G", "nan", "9" * 400]
+)
 def test_no_sizes(text: str) -> None:
     with pytest.raises(typer.BadParameter, match="is not a size; write one like 12G"):
         parse_size(text)
 
 
-@given(st.integers(1, 2**50), st.sampled_from(["", "K", "M", "G"]))
+@given(st.integers(1, 2**49), st.sampled_from(["", "K", "M", "G"]))
 def test_whole_numbers_are_exact(number: int, unit: str) -> None:
     assert parse_size(f"{number}{unit}") == number * {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}[unit]
 
