@@ -1,0 +1,81 @@
+"""From a model's name to something that the engine opens: pulls and imports what is needed, once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from mlxserve.errors import ConversionError
+from mlxserve.hub import BUILTIN_MODELS, ModelSource, import_folder, pull_builtin, pull_repository, resolve
+from mlxserve_convert import ConvertOptions, convert
+from mlxserve_convert.options import Progress as OnProgress
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedModel:
+    """``path`` is an MLX folder, or the JSON file of a scripted model. ``id`` is its name for clients."""
+
+    kind: Literal["folder", "scripted"]
+    id: str
+    path: Path
+
+
+def prepare_model(name: str, *, console: Console) -> PreparedModel:
+    """Resolves ``name``, downloads what is missing and imports a GGUF file into the store.
+
+    Both happen once: a later call finds the result. Folders of floats are used as they are, a
+    quantization that nobody asked for would change the model. Raises MlxserveError subclasses with
+    one line; progress goes to ``console``.
+    """
+    source = resolve(name)
+    if source.kind == "scripted":
+        assert source.path is not None
+        return PreparedModel("scripted", source.name, source.path)
+    path = fetch(source, console=console)
+    if source.kind in ("builtin", "gguf"):
+        path = _imported(path, console=console)
+    return PreparedModel("folder", source.name, path)
+
+
+def fetch(source: ModelSource, *, console: Console) -> Path:
+    """The file or folder of a source, downloaded if it is not here."""
+    if source.path is not None:
+        return source.path
+    if source.kind == "builtin":
+        model = BUILTIN_MODELS[source.name]
+        with console.status(f"Downloading {model.name} ({model.num_bytes / 1e6:.0f} MB)"):
+            return pull_builtin(model)
+    return pull_repository(source.name)
+
+
+def _imported(gguf: Path, *, console: Console) -> Path:
+    folder = import_folder(gguf)
+    if folder.is_dir():
+        return folder
+    try:
+        with conversion_progress(console, f"Importing {gguf.name}") as on_progress:
+            convert(gguf, folder, ConvertOptions(), on_progress)
+    except ConversionError:
+        # Another process may have finished the same import first.
+        if not folder.is_dir():
+            raise
+    return folder
+
+
+@contextmanager
+def conversion_progress(console: Console, title: str) -> Iterator[OnProgress]:
+    """A progress bar on ``console``, as the callback that ``convert`` takes."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(title, total=None)
+
+        def update(done: int, total: int, name: str) -> None:
+            progress.update(task, completed=done, total=total)
+
+        yield update

@@ -1,0 +1,81 @@
+"""What a model's name on a command line means. No network, no loading: only names and files."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from mlxserve.errors import ModelLoadError, ModelNotFoundError
+from mlxserve.hub.builtin import BUILTIN_MODELS
+from mlxserve.hub.store import find_stored, list_stored
+
+SourceKind = Literal["builtin", "folder", "gguf", "hub", "scripted"]
+
+_SCRIPTED = "scripted:"
+_REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+_PATH_STARTS = ("/", "./", "../", "~")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """``name`` is the id that clients use. ``path`` is None for what has to be downloaded first: a
+    built-in model that was not pulled, and a hub repository."""
+
+    kind: SourceKind
+    name: str
+    path: Path | None
+
+
+def resolve(name: str) -> ModelSource:
+    """Finds a model by name, in this order: ``scripted:FILE``, built-in names, the store, files and
+    folders, hub repository ids. A name that begins with ``/``, ``./``, ``../`` or ``~`` is a path.
+
+    Raises ModelNotFoundError with the nearest known names, ModelLoadError for a file or folder that
+    exists and is no model.
+    """
+    if name.startswith(_SCRIPTED):
+        return _scripted(Path(name.removeprefix(_SCRIPTED)).expanduser())
+    if name.startswith(_PATH_STARTS):
+        return _path(Path(name).expanduser())
+    if name in BUILTIN_MODELS:
+        model = BUILTIN_MODELS[name]
+        return ModelSource("builtin", name, model.path if model.is_pulled else None)
+    stored = find_stored(name)
+    if stored is not None:
+        return ModelSource("gguf" if stored.format == "gguf" else "folder", stored.name, stored.path)
+    path = Path(name)
+    if name and (path.exists() or path.suffix == ".gguf"):
+        return _path(path)
+    if _REPO_ID.fullmatch(name):
+        return ModelSource("hub", name, None)
+    raise ModelNotFoundError(_unknown(name))
+
+
+def _scripted(path: Path) -> ModelSource:
+    if not path.is_file():
+        raise ModelNotFoundError(f"{path}: no such file of a scripted model")
+    return ModelSource("scripted", path.stem, path)
+
+
+def _path(path: Path) -> ModelSource:
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelLoadError(f"{path}: not a model folder, config.json is missing")
+        return ModelSource("folder", path.resolve().name, path)
+    if not path.exists():
+        raise ModelNotFoundError(f"{path}: no such file or folder")
+    if path.suffix != ".gguf":
+        raise ModelLoadError(f"{path}: not a model, expected a folder or a .gguf file")
+    return ModelSource("gguf", path.stem, path)
+
+
+def _unknown(name: str) -> str:
+    known = [*BUILTIN_MODELS, *(entry.name for entry in list_stored())]
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5) or known
+    return (
+        f"no model is named {name!r}; near it: {', '.join(near)}; "
+        "a folder, a .gguf file or a hub repository id (owner/name) works, too"
+    )
