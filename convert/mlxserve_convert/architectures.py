@@ -12,7 +12,9 @@ from typing import Any
 
 from mlxserve.errors import ConversionError, UnsupportedModelError
 
-_HELPER_MODULES = frozenset({"base", "cache", "activations", "rope_utils", "switch_layers", "pipeline", "ssm"})
+_HELPER_MODULES = frozenset(
+    {"base", "cache", "activations", "rope_utils", "switch_layers", "pipeline", "ssm"}
+)
 
 
 def known_model_types() -> list[str]:
@@ -59,4 +61,3 @@ def _unknown_type(model_type: str, config: dict[str, Any], source: Path) -> str:
     if config.get("auto_map"):
         code = "; the checkpoint's own code (auto_map) is never run"
     return f"{source}: model_type {model_type!r} is not supported ({hint}){code}"
-

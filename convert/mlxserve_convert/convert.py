@@ -6,6 +6,7 @@ from pathlib import Path
 
 from mlxserve.errors import ConversionError
 from mlxserve_convert.gguf_import import import_gguf
+from mlxserve_convert.hf_convert import convert_folder
 from mlxserve_convert.options import ConvertOptions, ConvertReport, Progress
 
 
@@ -22,4 +23,4 @@ def convert(
         raise ConversionError(f"{source}: no such file or folder")
     if source.is_file():
         return import_gguf(source, output, options, on_progress)
-    raise ConversionError(f"{source}: not a GGUF file")
+    return convert_folder(source, output, options, on_progress)

@@ -62,7 +62,9 @@ def read_affine(file: GGUFFile, tensor: GGUFTensor) -> AffineRows:
         packed = blocks[..., 2:] ^ np.uint8(0x80)
         return AffineRows(_words(packed, rows), scales, scales * np.float32(-128), 8)
     if tensor.type_name == "Q4_0":
-        return AffineRows(_words(_nibbles_in_order(blocks[..., 2:]), rows), scales, scales * np.float32(-8), 4)
+        return AffineRows(
+            _words(_nibbles_in_order(blocks[..., 2:]), rows), scales, scales * np.float32(-8), 4
+        )
     return AffineRows(_words(_nibbles_in_order(blocks[..., 4:]), rows), scales, _half(blocks, 2), 4)
 
 
@@ -72,7 +74,8 @@ def _half(blocks: Bytes, at: int) -> Floats:
 
 
 def _nibbles_in_order(packed: Bytes) -> Bytes:
-    """ggml keeps weights 0..15 in the low nibbles and 16..31 in the high ones; MLX keeps neighbours in one byte."""
+    """ggml keeps weights 0..15 in the low nibbles and 16..31 in the high ones, MLX keeps neighbours in
+    one byte."""
     low, high = packed & 15, packed >> 4
     halves = [half[..., 0::2] | (half[..., 1::2] << 4) for half in (low, high)]
     return np.concatenate(halves, axis=-1)

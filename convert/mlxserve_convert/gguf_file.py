@@ -188,7 +188,8 @@ class _Parser:
         num_dims = self._scalar("I", name)
         if num_dims > _MAX_DIMENSIONS:
             raise ConversionError(
-                f"{self._path}: tensor {name!r} has {num_dims} dimensions, at most {_MAX_DIMENSIONS} are allowed"
+                f"{self._path}: tensor {name!r} has {num_dims} dimensions, at most {_MAX_DIMENSIONS} are "
+                "allowed"
             )
         dims = tuple(self._scalar("Q", name) for _ in range(num_dims))
         return name, dims[::-1], self._scalar("I", name), self._scalar("Q", name)

@@ -121,16 +121,19 @@ def _check_types(file: GGUFFile) -> None:
 def _refuse_requantization(file: GGUFFile) -> None:
     kinds = {tensor.type_name for tensor in file.tensors.values() if len(tensor.shape) > 1}
     raise ConversionError(
-        f"{file.path}: --bits and --group-size are not supported for GGUF files ({', '.join(sorted(kinds))}), "
-        "they are imported exactly: leave these options out"
+        f"{file.path}: --bits and --group-size are not supported for GGUF files, which are imported exactly "
+        f"(this one holds {', '.join(sorted(kinds))}): leave these options out"
     )
 
 
 def _target_names(file: GGUFFile, config: dict[str, Any]) -> dict[str, str]:
-    """Pairs the file's tensors with the model's parameters; an extra, missing or misshapen one is an error."""
+    """Pairs the file's tensors with the model's parameters. An extra, missing or misshapen one is an
+    error."""
     from mlx.utils import tree_flatten
 
-    expected = {name: value.shape for name, value in tree_flatten(build_model(config, file.path).parameters())}
+    expected = {
+        name: value.shape for name, value in tree_flatten(build_model(config, file.path).parameters())
+    }
     names: dict[str, str] = {}
     for tensor in file.tensors.values():
         if tensor.name == ROPE_FACTORS:
@@ -235,7 +238,9 @@ class _Writer:
             self._add_floats(target, tensor.type_name, values if order is None else values[order])
             return
         rows = read_affine(self._file, tensor)
-        self._add_affine(target.removesuffix(".weight"), tensor, rows if order is None else rows.take_rows(order))
+        self._add_affine(
+            target.removesuffix(".weight"), tensor, rows if order is None else rows.take_rows(order)
+        )
 
     def _row_order(self, tensor: GGUFTensor) -> np.ndarray[Any, np.dtype[np.int64]] | None:
         """Within each head the file holds rows 0, h/2, 1, h/2 + 1, …: the order that restores 0, 1, 2, …"""
@@ -254,7 +259,9 @@ class _Writer:
                     f"{self._file.path}: --dtype bfloat16 cannot hold the scales of {tensor.name!r} exactly, "
                     "use float16 or float32"
                 )
-            self._shards.add(f"{module}.{suffix}", "F32" if kept.dtype == np.float32 else "F16", kept.shape, kept)
+            self._shards.add(
+                f"{module}.{suffix}", "F32" if kept.dtype == np.float32 else "F16", kept.shape, kept
+            )
 
     def _exact_cast(self, values: np.ndarray[Any, Any], tensor: GGUFTensor) -> np.ndarray[Any, Any]:
         with np.errstate(over="ignore"):
@@ -262,7 +269,8 @@ class _Writer:
         changed = int(np.count_nonzero(halves.astype(np.float32) != values))
         if changed:
             raise ConversionError(
-                f"{self._file.path}: --dtype float16 would change {changed} scales of {tensor.name!r}, use float32"
+                f"{self._file.path}: --dtype float16 would change {changed} scales of {tensor.name!r}, "
+                "use float32"
             )
         return halves
 
@@ -272,8 +280,8 @@ class _Writer:
             values = _cast_floats(values, kind, wanted)
             if wanted == "F16" and not np.isfinite(values).all():
                 raise ConversionError(
-                    f"{self._file.path}: --dtype float16 cannot hold {int((~np.isfinite(values)).sum())} values "
-                    f"of {target}, use bfloat16 or float32"
+                    f"{self._file.path}: --dtype float16 cannot hold {int((~np.isfinite(values)).sum())} "
+                    f"values of {target}, use bfloat16 or float32"
                 )
         self._shards.add(target, wanted, values.shape, np.ascontiguousarray(values))
 

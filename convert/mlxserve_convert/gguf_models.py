@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from mlxserve_convert.gguf_file import GGUFFile
-
 from mlxserve.errors import ConversionError
+from mlxserve_convert.gguf_file import GGUFFile
 
 ROPE_FACTORS = "rope_freqs.weight"
 
@@ -161,15 +160,21 @@ class ConfigReader:
             raise self._fail("attention.key_length", "a head size of its own is not supported")
         rotated = self._integer("rope.dimension_count", self.head_dim)
         if rotated != self.head_dim:
-            raise self._fail("rope.dimension_count", f"expected the head size {self.head_dim}, found {rotated}")
+            raise self._fail(
+                "rope.dimension_count", f"expected the head size {self.head_dim}, found {rotated}"
+            )
         if self.num_heads % self.num_kv_heads:
-            raise self._fail("attention.head_count_kv", f"{self.num_kv_heads} does not divide {self.num_heads}")
+            raise self._fail(
+                "attention.head_count_kv", f"{self.num_kv_heads} does not divide {self.num_heads}"
+            )
 
     def _rope_scaling(self, config: dict[str, Any]) -> dict[str, Any] | None:
         kind = self._get("rope.scaling.type", "none")
         if ROPE_FACTORS in self._file.tensors:
             if kind not in ("none", "llama3"):
-                raise self._fail("rope.scaling.type", f"{kind!r} together with {ROPE_FACTORS} is not supported")
+                raise self._fail(
+                    "rope.scaling.type", f"{kind!r} together with {ROPE_FACTORS} is not supported"
+                )
             return self._llama3_scaling(config)
         factor = self._get("rope.scaling.factor", self._get("rope.scale_linear", 1.0))
         if kind == "none" and "rope.scaling.type" not in self._metadata and factor not in (0, 1.0):
@@ -180,7 +185,9 @@ class ConfigReader:
             return {"type": "linear", "rope_type": "linear", "factor": shortest_float(factor)}
         if kind == "yarn":
             return self._yarn_scaling(shortest_float(factor))
-        raise self._fail("rope.scaling.type", f"{kind!r} is not supported, only none, linear, yarn and llama3")
+        raise self._fail(
+            "rope.scaling.type", f"{kind!r} is not supported, only none, linear, yarn and llama3"
+        )
 
     def _yarn_scaling(self, factor: float) -> dict[str, Any]:
         if self._get("rope.scaling.attn_factor", 1.0) != 1.0:
@@ -204,7 +211,9 @@ class ConfigReader:
         factors = self._file.data(ROPE_FACTORS).view(np.float32).astype(np.float64)
         scaling = fit_llama3_scaling(factors.tolist(), config["rope_theta"])
         if scaling is None:
-            raise ConversionError(f"{self._file.path}: {ROPE_FACTORS} follows no known rule (llama3 was tried)")
+            raise ConversionError(
+                f"{self._file.path}: {ROPE_FACTORS} follows no known rule (llama3 was tried)"
+            )
         return scaling
 
 

@@ -125,7 +125,8 @@ class _Reader:
             return None
         if not isinstance(value, int) or not 0 <= value < len(self._tokens):
             raise ConversionError(
-                f"{self._path}: tokenizer.ggml.{key} is {value!r}, the vocabulary has {len(self._tokens)} tokens"
+                f"{self._path}: tokenizer.ggml.{key} is {value!r}, the vocabulary has {len(self._tokens)} "
+                "tokens"
             )
         return value
 
@@ -155,7 +156,12 @@ class _Reader:
         merges = [self._merge(merge, vocabulary) for merge in self._get("merges") or ()]
         if not merges:
             raise ConversionError(f"{self._path}: a gpt2 tokenizer needs merges (tokenizer.ggml.merges)")
-        byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        byte_level = {
+            "type": "ByteLevel",
+            "add_prefix_space": False,
+            "trim_offsets": True,
+            "use_regex": False,
+        }
         splits = [
             {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
             for pattern in pre.patterns
@@ -300,7 +306,9 @@ class _Reader:
 
     def _named_templates(self) -> dict[str, str]:
         prefix = "tokenizer.chat_template."
-        named = {key.removeprefix(prefix): text for key, text in self._metadata.items() if key.startswith(prefix)}
+        named = {
+            key.removeprefix(prefix): text for key, text in self._metadata.items() if key.startswith(prefix)
+        }
         return {name: text for name, text in named.items() if re.fullmatch(r"[\w-]+", name)}
 
 

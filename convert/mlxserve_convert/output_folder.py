@@ -43,14 +43,17 @@ class OutputFolder:
             if not self.target.is_dir():
                 raise ConversionError(f"{self.target}: the output exists and is a file, choose another name")
             if any(self.target.iterdir()):
-                raise ConversionError(f"{self.target}: the output folder is not empty, use --force to replace it")
+                raise ConversionError(
+                    f"{self.target}: the output folder is not empty, use --force to replace it"
+                )
         parent = self._existing_parent()
         if not os.access(parent, os.W_OK | os.X_OK):
             raise ConversionError(f"{self.target}: cannot be written: no permission in {parent}")
         free = shutil.disk_usage(parent).free
         if free < num_bytes + _SPARE_BYTES:
             raise ConversionError(
-                f"{self.target}: needs {num_bytes / 1e9:.2f} GB, only {free / 1e9:.2f} GB are free in {parent}"
+                f"{self.target}: needs {num_bytes / 1e9:.2f} GB, only {free / 1e9:.2f} GB are free in "
+                f"{parent}"
             )
 
     def _existing_parent(self) -> Path:
@@ -100,7 +103,9 @@ class OutputFolder:
         if not self.target.exists() or (self.target.is_dir() and not any(self.target.iterdir())):
             return None
         if not self._force:
-            raise ConversionError(f"{self.target}: was filled by someone else meanwhile, nothing was replaced")
+            raise ConversionError(
+                f"{self.target}: was filled by someone else meanwhile, nothing was replaced"
+            )
         replaced = Path(f"{self.path}.replaced")
         os.rename(self.target, replaced)
         return replaced
@@ -157,9 +162,7 @@ class ShardedWriter:
     writes one tensor at once; ``finish`` completes the files. Not finished means not readable.
     """
 
-    def __init__(
-        self, folder: Path, names: Iterable[str], *, max_shard_bytes: int = MAX_SHARD_BYTES
-    ) -> None:
+    def __init__(self, folder: Path, names: Iterable[str], *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
         self._folder = folder
         space = _HEADER_BYTES + sum(_ENTRY_BYTES + len(name.encode()) for name in names)
         self._header_space = -(-space // _ALIGNMENT) * _ALIGNMENT
@@ -182,7 +185,7 @@ class ShardedWriter:
         if self._data is None:
             self._open_shard()
         assert self._data is not None
-        self._data.write(memoryview(np.ascontiguousarray(data)).cast("B") if data.nbytes else b"")
+        self._data.write(np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
         self._entries.append(_Entry(name, dtype, shape, position, position + data.nbytes))
         self._shard_of[name] = len(self._paths) - 1
         self.num_bytes += data.nbytes
@@ -204,7 +207,9 @@ class ShardedWriter:
                 "data_offsets": [entry.begin, entry.end],
             }
         raw = json.dumps(header, separators=(",", ":")).encode()
-        assert len(raw) + 8 <= self._header_space, f"{len(self._entries)} tensors do not fit one shard's header"
+        assert len(raw) + 8 <= self._header_space, (
+            f"{len(self._entries)} tensors do not fit one shard's header"
+        )
         self._data.seek(0)
         self._data.write((self._header_space - 8).to_bytes(8, "little"))
         # Trailing spaces are allowed by the format and keep the data where it was written.

@@ -20,7 +20,9 @@ def verify_folder(folder: Path, num_bytes: int) -> str:
     """
     available = psutil.virtual_memory().available
     if num_bytes * 2 > available * _MEMORY_SHARE:
-        return f"not checked: {num_bytes / 1e9:.1f} GB is too large for the {available / 1e9:.1f} GB free here"
+        return (
+            f"not checked: {num_bytes / 1e9:.1f} GB is too large for the {available / 1e9:.1f} GB free here"
+        )
     import mlx.core as mx
     from mlx_lm.utils import load_model
 
@@ -38,6 +40,7 @@ def verify_folder(folder: Path, num_bytes: int) -> str:
         raise ConversionError(f"the result does not load in mlx-lm: {reason[:300]}") from error
     if not is_finite:
         raise ConversionError(
-            f"the result is broken: the logits of {_TOKENS} tokens hold NaN or infinite values, nothing was kept"
+            f"the result is broken: the logits of {_TOKENS} tokens hold NaN or infinite values, nothing "
+            "was kept"
         )
     return f"loads in mlx-lm, logits of {_TOKENS} tokens are finite"

@@ -19,7 +19,7 @@ from mlxserve import __version__
 from mlxserve.config import is_debug
 from mlxserve.errors import MlxserveError, UsageError
 
-COMMANDS = ("serve", "chat", "generate", "convert", "pull", "list", "show", "rm", "bench")
+COMMANDS = ("serve", "chat", "generate", "convert", "pull", "list", "show", "rm")
 """Command names in the order of the help. ``mlxserve.cli.<name>`` holds ``<name>_command``, or, for a
 command with commands of its own, a ``typer.Typer`` named ``<name>_app``."""
 
@@ -37,7 +37,7 @@ def run(argv: Sequence[str]) -> int:
     try:
         is_debug()
         command = typer.main.get_command(build_app(argv))
-        return command.main(list(argv) or ["--help"], prog_name="mlxserve", standalone_mode=False) or 0
+        return command.main([*argv] or ["--help"], prog_name="mlxserve", standalone_mode=False) or 0
     except (KeyboardInterrupt, typer.Abort):
         return EXIT_INTERRUPTED
     except typer.TyperException as error:
@@ -72,17 +72,31 @@ def _register(app: typer.Typer, name: str) -> None:
         group.rich_markup_mode = None
         for registered in group.registered_commands:
             registered.help = help_text(registered.callback)
+            registered.short_help = summary(registered.callback)
             registered.context_settings = HELP_FLAGS
         app.add_typer(group, name=name, context_settings=HELP_FLAGS)
         return
     function: Callable[..., Any] = getattr(module, f"{name}_command")
-    app.command(name, help=help_text(function), context_settings=HELP_FLAGS)(function)
+    app.command(name, help=help_text(function), short_help=summary(function), context_settings=HELP_FLAGS)(
+        function
+    )
 
 
 def help_text(function: Callable[..., Any] | None) -> str:
     """A command's docstring for the terminal: paragraphs that begin with "Example" keep their lines."""
     paragraphs = (inspect.getdoc(function) or "").split("\n\n")
     return "\n\n".join(f"\b\n{part}" if part.startswith("Example") else part for part in paragraphs)
+
+
+def summary(function: Callable[..., Any] | None) -> str:
+    """The first sentence of a command's docstring, for the list of commands."""
+    return (
+        (inspect.getdoc(function) or "")
+        .partition("\n\n")[0]
+        .replace("\n", " ")
+        .partition(". ")[0]
+        .rstrip(".")
+    )
 
 
 def _print_version(is_wanted: bool) -> None:

