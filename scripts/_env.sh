@@ -45,7 +45,7 @@ fingerprint() {
 import hashlib, pathlib, sys
 
 root = pathlib.Path(sys.argv[1])
-digest = hashlib.sha256(sys.version.encode() + str(root).encode())
+digest = hashlib.sha256(sys.version.encode())
 native = {".cpp", ".cc", ".c", ".h", ".hpp"}
 for path in sorted(path for top in ("mlxserve", "kernels_metal", "convert") for path in (root / top).rglob("*")):
     if path.is_file() and "__pycache__" not in path.parts and path.suffix not in {".pyc", ".so"}:
@@ -73,12 +73,14 @@ PYTHON
 install() {
     local extra="$1" python line want wanted_extra="" wants=()
     local stamp="$VENV/.mlxserve-installed" extra_stamp="$VENV/.mlxserve-extra-$1"
-    if ! "$PY" -c '' 2>/dev/null; then
+    # A venv holds absolute paths: one that was moved with its checkout is made anew.
+    if [ "$(cat "$VENV/.mlxserve-root" 2>/dev/null)" != "$ROOT" ] || ! "$PY" -c '' 2>/dev/null; then
         python="$(find_python)" || exit 1
         check_machine "$python"
         say "Making .venv with $("$python" -V)"
         rm -rf "$VENV"
         "$python" -m venv "$VENV" || die "python -m venv failed"
+        printf '%s\n' "$ROOT" >"$VENV/.mlxserve-root"
     fi
     want="$(fingerprint)" || die "cannot read the sources"
     if [ "$(cat "$stamp" 2>/dev/null)" != "$want" ]; then

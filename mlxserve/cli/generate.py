@@ -51,14 +51,14 @@ def generate_command(
       mlxserve generate --prompt "Name three seas." --max-tokens 64 --temperature 0
       cat notes.txt | mlxserve generate ./my-model --prompt - --json
     """
-    from mlxserve.cli.generation import Job, generate
-    from mlxserve.cli.local_run import SamplingOptions
-
     if raw and system is not None:
         raise UsageError("--system needs the chat template, which --raw leaves out: give one of the two")
     text = _read_stdin() if prompt == "-" else prompt
     if not text:
         raise UsageError("--prompt is empty")
+    from mlxserve.cli.generation import Job, generate
+    from mlxserve.cli.local_run import SamplingOptions
+
     job = Job(
         prompt=text,
         system=system,

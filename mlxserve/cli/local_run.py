@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from mlxserve.engine.served_model import ServedModel
-from mlxserve.errors import ContextLengthError, RequestFailedError, UsageError
-from mlxserve.text.stop import StopMatcher
-from mlxserve.text.tokenizer import Detokenizer
-from mlxserve.types import FinishReason, GenerationRequest, SamplingParams, TokenOutput
+from mlxserve.errors import ContextLengthError, UsageError
+from mlxserve.server.generation import TextReader
+from mlxserve.types import GenerationRequest, SamplingParams
 
 Message = dict[str, object]
 
@@ -44,27 +44,28 @@ class RunStats:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_completion_tokens: int = 0
-    finish_reason: FinishReason = "abort"
+    finish_reason: Literal["stop", "length", "abort"] = "abort"
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    num_first_tokens: int = 0
     started_at: float = field(default_factory=time.perf_counter)
 
     @property
     def decode_tok_s(self) -> float | None:
-        """Tokens a second after the first; None where there was no second one."""
-        if self.num_completion_tokens < 2 or self.decode_s <= 0:
-            return None
-        return (self.num_completion_tokens - 1) / self.decode_s
+        """Tokens a second after the first text; None where that was all."""
+        num_tokens = self.num_completion_tokens - self.num_first_tokens
+        return num_tokens / self.decode_s if num_tokens and self.decode_s > 0 else None
 
-    def count(self, output: TokenOutput) -> None:
-        now = time.perf_counter()
-        if output.token_ids and not self.num_completion_tokens:
-            self.prefill_s = now - self.started_at
-        self.decode_s = now - self.started_at - self.prefill_s
-        self.num_completion_tokens += len(output.token_ids)
-        self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
-        if output.finish_reason is not None:
-            self.finish_reason = output.finish_reason
+    def update(self, reader: TextReader) -> None:
+        """Take the reader's counts as they are now."""
+        elapsed = time.perf_counter() - self.started_at
+        if not self.num_first_tokens:
+            self.prefill_s = elapsed
+            self.num_first_tokens = reader.num_tokens
+        self.decode_s = elapsed - self.prefill_s
+        self.num_completion_tokens = reader.num_tokens
+        self.num_cached_tokens = reader.num_cached_tokens
+        self.finish_reason = reader.reason or "abort"
 
     def line(self) -> str:
         speed = f", {self.decode_tok_s:.1f} tok/s" if self.decode_tok_s is not None else ""
@@ -117,31 +118,11 @@ async def stream_text(
     """The text as it comes, up to the first of ``stops``. Close the iterator to leave early: that
     aborts the run. Raises the engine's error if there is one."""
     stats.num_prompt_tokens = len(request.prompt_ids)
-    detokenizer = model.tokenizer.detokenizer()
-    matcher = StopMatcher(stops)
-    stream = model.engine.submit(request)
+    reader = TextReader(model.engine.submit(request), model.tokenizer, stops)
     try:
-        async for output in stream:
-            stats.count(output)
-            if output.finish_reason == "error":
-                raise output.error or RequestFailedError("the engine failed this request without a reason")
-            for text, is_stop in _texts(output, detokenizer, matcher):
-                if text:
-                    yield text
-                if is_stop:
-                    stats.finish_reason = "stop"
-                    return
+        async for text in reader:
+            stats.update(reader)
+            yield text
     finally:
-        stream.abort()
-
-
-def _texts(output: TokenOutput, detokenizer: Detokenizer, matcher: StopMatcher) -> Iterator[tuple[str, bool]]:
-    """Pieces of text of one engine output, each with whether a stop string ended it."""
-    visible = output.token_ids[:-1] if output.finish_reason == "stop" else output.token_ids
-    for token_id in visible:
-        result = matcher.push(detokenizer.push(token_id))
-        yield result.text, result.matched is not None
-    if output.finish_reason is not None:
-        result = matcher.push(detokenizer.finish())
-        yield result.text, result.matched is not None
-        yield matcher.finish(), False
+        stats.update(reader)
+        reader.abort()
