@@ -7,6 +7,7 @@ import sys
 from contextlib import aclosing, suppress
 
 from rich.console import Console
+from rich.markup import escape
 
 from mlxserve.cli.generation import write_text
 from mlxserve.cli.local_run import Message, RunStats, SamplingOptions, build_request, chat_prompt, stream_text
@@ -66,7 +67,7 @@ def chat(name: str, conversation: Conversation, *, config: EngineConfig) -> None
         # Importing it gives input() line editing and history.
         with suppress(ImportError):
             import readline  # noqa: F401
-        console.print(f"[bold]{model.id}[/bold]: /help lists the commands, Ctrl-D leaves.")
+        console.print(f"[bold]{escape(model.id)}[/bold]: /help lists the commands, Ctrl-D leaves.")
     with asyncio.Runner() as runner:
         try:
             while (line := _read_line(is_terminal)) is not None:

@@ -13,18 +13,22 @@ from mlxserve.engine.served_model import ServedModel, open_folder, open_scripted
 from mlxserve.errors import UsageError
 
 
-def open_model(
-    name: str, config: EngineConfig, *, console: Console, max_context: int | None = None
+def open_model(name: str, config: EngineConfig, *, console: Console) -> ServedModel:
+    """Resolve, pull, import and load ``name``; blocks until its engine is ready."""
+    return load_model(prepare_model(name, console=console), config, console=console)
+
+
+def load_model(
+    source: PreparedModel, config: EngineConfig, *, console: Console, max_context: int | None = None
 ) -> ServedModel:
-    """Resolve, pull, import and load ``name``; blocks until its engine is ready.
+    """Load a model that is on this machine; blocks until its engine is ready.
 
     ``max_context`` lowers the context length. Raises UsageError when the model supports less. A signal
     during the load ends the process: the engine's thread may be deep in a load that nothing can stop.
     """
-    source = prepare_model(name, console=console)
     try:
         with console.status(f"Loading {source.id}"):
-            model = _load(source, config)
+            model = _open(source, config)
     except KeyboardInterrupt:
         force_exit(130)
     except SystemExit:
@@ -38,7 +42,7 @@ def open_model(
     return dataclasses.replace(model, context_length=max_context)
 
 
-def _load(source: PreparedModel, config: EngineConfig) -> ServedModel:
+def _open(source: PreparedModel, config: EngineConfig) -> ServedModel:
     if source.kind == "scripted":
         return open_scripted(source.path, config)
     return open_folder(source.path, source.id, config)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 from rich.console import Console
+from rich.markup import escape
 
 from mlxserve.cli.listening import (
     base_url,
@@ -17,15 +18,13 @@ from mlxserve.cli.listening import (
     is_reachable_from_network,
     unavailable,
 )
-from mlxserve.cli.opening import open_model
+from mlxserve.cli.model_source import prepare_model
+from mlxserve.cli.opening import load_model
 from mlxserve.cli.stopping import StopSignals
 from mlxserve.config import EngineConfig
 from mlxserve.engine.served_model import ServedModel
 from mlxserve.errors import UsageError
-from mlxserve.server.app import create_app
-
-_DRAIN_S = 3.0
-"""How long a client that reads slowly may take to receive the end of its stream."""
+from mlxserve.server.app import create_app, make_runner
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,22 +46,20 @@ def serve(names: Sequence[str], binding: Binding, config: EngineConfig, max_cont
                     " anyone there can use this server",
                     style="yellow",
                 )
-            models = _open_all(names, config, max_context, console)
+            models = _load_all(names, config, max_context, console)
             asyncio.run(_run(models, sockets, binding, signals, console))
         finally:
             close_sockets(sockets)
 
 
-def _open_all(
+def _load_all(
     names: Sequence[str], config: EngineConfig, max_context: int | None, console: Console
 ) -> list[ServedModel]:
-    models: list[ServedModel] = []
-    for name in names:
-        model = open_model(name, config, console=console, max_context=max_context)
-        if any(model.id == other.id for other in models):
-            raise UsageError(f"two of the models to serve have the same id {model.id!r}")
-        models.append(model)
-    return models
+    sources = [prepare_model(name, console=console) for name in names]
+    for index, source in enumerate(sources):
+        if any(source.id == other.id for other in sources[:index]):
+            raise UsageError(f"two of the models to serve have the same id {source.id!r}")
+    return [load_model(source, config, console=console, max_context=max_context) for source in sources]
 
 
 async def _run(
@@ -73,9 +70,7 @@ async def _run(
     console: Console,
 ) -> None:
     stop = signals.watch()
-    runner = web.AppRunner(
-        create_app(models, api_key=binding.api_key), shutdown_timeout=_DRAIN_S, access_log=None
-    )
+    runner = make_runner(create_app(models, api_key=binding.api_key))
     await runner.setup()
     try:
         for sock in sockets:
@@ -84,17 +79,10 @@ async def _run(
             except OSError as error:
                 raise unavailable(binding.host, binding.port, error) from error
         for model in models:
-            console.print(f"Serving [bold]{model.id}[/bold] (context {model.context_length} tokens)")
+            console.print(f"Serving [bold]{escape(model.id)}[/bold] (context {model.context_length} tokens)")
         console.print(f"Ready at [bold]{base_url(sockets[0])}/v1[/bold] (Ctrl-C stops)")
         await stop.wait()
         console.print("Stopping ...")
     finally:
-        await _close(models, runner)
-
-
-async def _close(models: Sequence[ServedModel], runner: web.AppRunner) -> None:
-    """Close the port, end every stream by closing its engine, then let the responses drain."""
-    for site in list(runner.sites):
-        await site.stop()
-    await asyncio.gather(*(model.close() for model in models))
-    await runner.cleanup()
+        # Closes the port, then the engines, which ends every stream, then waits for the responses.
+        await runner.cleanup()
