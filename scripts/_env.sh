@@ -10,7 +10,9 @@ say() { printf '%s\n' "$*" >&2; }
 die() { say "error: $*"; exit 1; }
 
 hint() { # hint DEBIAN-PACKAGE BREW-FORMULA
-    if [ "$(uname -s)" = Darwin ]; then echo "brew install $2"; else echo "sudo apt-get install $1"; fi
+    local sudo="sudo "
+    [ "$EUID" -ne 0 ] || sudo=""
+    if [ "$(uname -s)" = Darwin ]; then echo "brew install $2"; else echo "${sudo}apt-get install $1"; fi
 }
 
 find_python() {
