@@ -1,0 +1,10 @@
+"""What the handlers find in the application."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from mlxserve.server.registry import ModelRegistry
+
+REGISTRY = web.AppKey("REGISTRY", ModelRegistry)
+PING_S = web.AppKey("PING_S", float)

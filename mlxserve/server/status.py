@@ -1,0 +1,61 @@
+"""GET /health, /v1/models and /v1/models/{id}."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+from aiohttp import web
+
+from mlxserve.engine.served_model import ServedModel
+from mlxserve.server.keys import REGISTRY
+
+
+class Health(msgspec.Struct):
+    status: Literal["ok", "engine_dead"]
+    running: int
+    waiting: int
+
+
+class ModelCard(msgspec.Struct):
+    """``context_length`` and its twin ``max_model_len`` are the window that the server enforces."""
+
+    id: str
+    created: int
+    context_length: int
+    max_model_len: int
+    object: Literal["model"] = "model"
+    owned_by: str = "mlxserve"
+
+
+class ModelList(msgspec.Struct):
+    data: list[ModelCard]
+    object: Literal["list"] = "list"
+
+
+async def health(request: web.Request) -> web.Response:
+    """Counts over all models; 503 when the engine thread of any is dead."""
+    stats = [model.engine.stats() for model in request.app[REGISTRY]]
+    is_alive = all(engine.is_alive for engine in stats)
+    body = Health(
+        status="ok" if is_alive else "engine_dead",
+        running=sum(engine.num_running for engine in stats),
+        waiting=sum(engine.num_waiting for engine in stats),
+    )
+    return _json(body, status=200 if is_alive else 503)
+
+
+async def list_models(request: web.Request) -> web.Response:
+    return _json(ModelList([_card(model) for model in request.app[REGISTRY]]))
+
+
+async def show_model(request: web.Request) -> web.Response:
+    return _json(_card(request.app[REGISTRY].get(request.match_info["model_id"])))
+
+
+def _card(model: ServedModel) -> ModelCard:
+    return ModelCard(model.id, model.created, model.context_length, model.context_length)
+
+
+def _json(body: msgspec.Struct, *, status: int = 200) -> web.Response:
+    return web.Response(status=status, body=msgspec.json.encode(body), content_type="application/json")
