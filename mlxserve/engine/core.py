@@ -1,0 +1,198 @@
+"""The engine proper: scheduler, runner and the step between them. Lives on the engine thread."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from mlxserve.config import EngineConfig
+from mlxserve.engine.block_pool import BlockPool
+from mlxserve.engine.memory import plan_pages
+from mlxserve.engine.pacing import PrefillPacer
+from mlxserve.engine.runner import Runner
+from mlxserve.engine.scheduler import ScheduledBatch, Scheduler
+from mlxserve.engine.sequence import Sequence
+from mlxserve.engine.target import Target
+from mlxserve.errors import MlxserveError, RequestFailedError
+from mlxserve.types import EngineStats, GenerationRequest, TokenOutput
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _LaunchedStep:
+    batch: ScheduledBatch
+    samples: mx.array
+
+
+class EngineCore:
+    """Runs sequences on a target, one step in flight where the kernels allow it.
+
+    Contract: ``add`` and ``abort`` between calls of ``step``; every request added gives exactly one
+    output with a ``finish_reason``, from ``step`` or from ``abort``.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        config: EngineConfig,
+        *,
+        is_pipelined: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._target = target
+        self._config = config
+        self._is_pipelined = is_pipelined
+        self._clock = clock
+        plan = plan_pages(config, page_bytes=target.page_bytes, weight_bytes=target.weight_bytes)
+        self._scheduler = Scheduler(config, BlockPool(plan.num_initial, plan.limit), target.propose)
+        self._runner = Runner(target, config.page_size, plan.num_initial)
+        self._pacer = PrefillPacer(config.max_step_tokens)
+        self._in_flight: _LaunchedStep | None = None
+        self._sequences: dict[str, Sequence] = {}
+        self._num_arrived = 0
+        self._is_stalled = False
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """The longest sequence that the page pool can hold."""
+        return self._scheduler.pool.limit * self._config.page_size
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.has_work or self._in_flight is not None
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds until some row is ready to go on; 0 when there is something to do now."""
+        if not self._is_stalled or self._in_flight is not None:
+            return 0.0
+        ready_at = self._scheduler.next_ready_time()
+        return 0.0 if ready_at is None else max(0.0, ready_at - self._clock())
+
+    def add(self, request: GenerationRequest) -> None:
+        """Queue a request whose prompt and output fit ``max_sequence_tokens``."""
+        prefill_delay_s, decode_delay_s = self._target.delays(request)
+        seed = request.sampling.seed
+        sequence = Sequence(
+            request=request,
+            arrival=self._num_arrived,
+            seed=secrets.randbits(63) if seed is None else seed,
+            prefill_delay_s=prefill_delay_s,
+            decode_delay_s=decode_delay_s,
+        )
+        self._num_arrived += 1
+        self._sequences[request.request_id] = sequence
+        self._scheduler.add(sequence)
+
+    def abort(self, request_id: str) -> TokenOutput | None:
+        """End a request; None when it has ended already."""
+        sequence = self._sequences.pop(request_id, None)
+        return None if sequence is None else self._scheduler.abort(sequence)
+
+    def abort_all(self, error: MlxserveError | None = None) -> list[TokenOutput]:
+        """End every live request, as aborted or with ``error``."""
+        outputs = [self._scheduler.abort(sequence, error) for sequence in self._sequences.values()]
+        self._sequences.clear()
+        return outputs
+
+    def step(self) -> list[TokenOutput]:
+        """Launch the next step and read back the one before it.
+
+        A failure ends the requests that run, as errors; those that wait go on.
+        """
+        try:
+            outputs = self._step()
+        except Exception as error:
+            logger.exception("a step failed")
+            return self._fail_running(error)
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._sequences.pop(output.request_id, None)
+        return outputs
+
+    def rest(self) -> None:
+        """Nothing is left to do: check the books. A mistake in them costs the cache, not an answer."""
+        self._pacer.rest()
+        try:
+            self.check_integrity()
+        except AssertionError:
+            logger.exception("KV pages are miscounted; the prefix cache is dropped")
+            self._reset_pages()
+
+    def stats(self) -> EngineStats:
+        scheduler = self._scheduler
+        return EngineStats(
+            is_alive=True,
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            pool_pages=scheduler.pool.num_pages,
+            pool_limit_pages=scheduler.pool.limit,
+            pool_free_pages=scheduler.pool.num_free,
+            cached_pages=scheduler.cache.num_pages,
+        )
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every page is accounted for."""
+        self._scheduler.check_integrity()
+
+    def _step(self) -> list[TokenOutput]:
+        previous, self._in_flight = self._in_flight, None
+        batch = self._scheduler.schedule(self._clock(), self._pacer.prefill_budget)
+        self._is_stalled = batch is None
+        if batch is not None:
+            samples = self._runner.launch(batch, previous.samples if previous else None)
+            self._in_flight = _LaunchedStep(batch, samples)
+        outputs = self._read_back(previous) if previous else []
+        if self._in_flight is not None and not self._is_pipelined:
+            launched, self._in_flight = self._in_flight, None
+            outputs += self._read_back(launched)
+        return outputs
+
+    def _read_back(self, step: _LaunchedStep) -> list[TokenOutput]:
+        """Wait for a step; its samples go to the scheduler."""
+        mx.eval(step.samples)
+        samples = np.array(step.samples).tolist() if step.batch.num_sampled else []
+        self._pacer.observe(step.batch.num_prefill_tokens, step.batch.num_tokens, self._clock())
+        broken = self._fail_broken(step.batch, samples)
+        return broken + self._scheduler.commit(step.batch, samples)
+
+    def _fail_broken(self, batch: ScheduledBatch, samples: list[int]) -> list[TokenOutput]:
+        """End the sequences whose logits were not numbers, before their samples are taken in."""
+        outputs: list[TokenOutput] = []
+        position = 0
+        for row in batch.rows:
+            sampled = samples[position : position + row.num_sampled]
+            position += row.num_sampled
+            request_id = row.sequence.request.request_id
+            if any(token < 0 for token in sampled) and request_id in self._sequences:
+                error = RequestFailedError("the model produced a NaN for this request")
+                outputs.append(self._scheduler.abort(row.sequence, error))
+        return outputs
+
+    def _fail_running(self, cause: Exception) -> list[TokenOutput]:
+        message = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
+        error = RequestFailedError(f"the engine failed on this step: {message}")
+        self._in_flight = None
+        outputs = []
+        for sequence in list(self._scheduler.running):
+            self._sequences.pop(sequence.request.request_id, None)
+            outputs.append(self._scheduler.abort(sequence, error))
+        self._reset_pages()
+        return outputs
+
+    def _reset_pages(self) -> None:
+        """Nothing runs and nothing is in flight: start over with empty pages and an empty cache."""
+        pool = BlockPool(self._scheduler.pool.num_pages, self._scheduler.pool.limit)
+        waiting = self._scheduler.waiting
+        self._scheduler = Scheduler(self._config, pool, self._target.propose)
+        for sequence in waiting:
+            sequence.forget_pending()
+            self._scheduler.add(sequence)
+        self._runner.reset(pool.num_pages)

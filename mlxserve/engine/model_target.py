@@ -1,0 +1,53 @@
+"""A loaded mlx-lm model as the engine's target."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from mlxserve.engine.scheduler import ScheduledBatch
+from mlxserve.engine.sequence import Sequence
+from mlxserve.engine.target import StepInputs
+from mlxserve.models.loader import LoadedModel
+from mlxserve.models.paged import LayerPages, PagedCaches, PagedLayerCache, PagedMetadata
+from mlxserve.types import GenerationRequest
+from mlxserve_kernels import ops
+
+
+class ModelTarget:
+    """Implements ``Target`` (see there) for a model with pages a layer."""
+
+    def __init__(self, model: LoadedModel, page_size: int) -> None:
+        self._model = model
+        self.vocab_size = model.vocab_size
+        self.weight_bytes = model.weight_bytes
+        self.page_bytes = sum(spec.page_bytes(page_size) for spec in model.layers)
+        self._layers = [LayerPages(spec, page_size) for spec in model.layers]
+
+    def resize(self, num_pages: int) -> None:
+        for layer in self._layers:
+            layer.resize(num_pages)
+
+    def copy_pages(self, copies: tuple[tuple[int, int], ...]) -> None:
+        sources, targets = (mx.array(ids, dtype=mx.int32) for ids in zip(*copies, strict=True))
+        for layer in self._layers:
+            layer.keys, layer.values = ops.copy_pages(layer.keys, layer.values, sources, targets)
+
+    def forward(self, batch: ScheduledBatch, inputs: StepInputs) -> mx.array:
+        metadata = PagedMetadata(
+            positions=inputs.positions,
+            slot_mapping=inputs.slot_mapping,
+            block_tables=inputs.block_tables,
+            q_starts=inputs.q_starts,
+            kv_lens=inputs.kv_lens,
+        )
+        # A chunk that samples nothing still sends one row to the end, to tell when it is done.
+        rows = inputs.sampled_rows if batch.num_sampled else mx.array([0], dtype=mx.int32)
+        caches = PagedCaches([PagedLayerCache(layer, metadata) for layer in self._layers], rows)
+        logits = self._model.forward(inputs.token_ids, caches)
+        return logits if batch.num_sampled else logits[0, :1]
+
+    def propose(self, sequence: Sequence, limit: int) -> tuple[int, ...]:
+        return ()
+
+    def delays(self, request: GenerationRequest) -> tuple[float, float]:
+        return 0.0, 0.0

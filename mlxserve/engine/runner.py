@@ -1,0 +1,97 @@
+"""Turns a scheduled batch into one lazy forward and its samples, and starts it."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from mlxserve.engine.sampler import SamplingRow, sample
+from mlxserve.engine.scheduler import ScheduledBatch
+from mlxserve.engine.target import StepInputs, Target
+
+
+class Runner:
+    """Launches steps on a target. One step may be in flight: its samples (a lazy array) are inputs
+    of the next. Lives on the engine thread."""
+
+    def __init__(self, target: Target, page_size: int, num_pages: int) -> None:
+        self._target = target
+        self._page_size = page_size
+        self._num_pages = num_pages
+        target.resize(num_pages)
+
+    def launch(self, batch: ScheduledBatch, previous: mx.array | None) -> mx.array:
+        """Start a step; returns its samples [R] int32 (when R is 0, any array that tells its end)."""
+        if batch.num_pool_pages > self._num_pages:
+            if previous is not None:
+                mx.eval(previous)
+            self._target.resize(batch.num_pool_pages)
+            self._num_pages = batch.num_pool_pages
+        if batch.page_copies:
+            self._target.copy_pages(batch.page_copies)
+        result = self._target.forward(batch, step_inputs(batch, self._page_size, previous))
+        if batch.num_sampled:
+            result = sample(result, sampling_rows(batch))
+        mx.async_eval(result)
+        return result
+
+    def reset(self, num_pages: int) -> None:
+        """Forget what a failed step may have left: fresh page tensors."""
+        self._target.resize(0)
+        self._target.resize(num_pages)
+        self._num_pages = num_pages
+
+
+def step_inputs(batch: ScheduledBatch, page_size: int, previous: mx.array | None) -> StepInputs:
+    """The arrays of a batch; ``previous`` holds the samples that pending inputs refer to."""
+    lengths = [row.num_tokens for row in batch.rows]
+    q_starts = np.cumsum([0, *lengths], dtype=np.int32)
+    positions = np.concatenate([np.arange(row.start, row.start + row.num_tokens) for row in batch.rows])
+    width = max(len(row.pages) for row in batch.rows)
+    block_tables = np.zeros((len(batch.rows), width), dtype=np.int32)
+    for index, row in enumerate(batch.rows):
+        block_tables[index, : len(row.pages)] = row.pages
+    owner = np.repeat(np.arange(len(batch.rows)), lengths)
+    slots = block_tables[owner, positions // page_size] * page_size + positions % page_size
+    sampled = np.concatenate(
+        [
+            np.arange(end - row.num_sampled, end)
+            for row, end in zip(batch.rows, q_starts[1:].tolist(), strict=True)
+        ]
+    )
+    return StepInputs(
+        token_ids=_token_ids(batch, q_starts, previous),
+        positions=mx.array(positions.astype(np.int32)),
+        slot_mapping=mx.array(slots.astype(np.int32)),
+        block_tables=mx.array(block_tables),
+        q_starts=mx.array(q_starts),
+        kv_lens=mx.array(np.array([row.start + row.num_tokens for row in batch.rows], dtype=np.int32)),
+        sampled_rows=mx.array(sampled.astype(np.int32)),
+    )
+
+
+def _token_ids(batch: ScheduledBatch, q_starts: npt.NDArray[np.int32], previous: mx.array | None) -> mx.array:
+    known = mx.array(np.array([token for row in batch.rows for token in row.token_ids], dtype=np.int32))
+    pending = [
+        (start, row.pending_slot)
+        for row, start in zip(batch.rows, q_starts.tolist(), strict=False)
+        if row.pending_slot is not None
+    ]
+    if not pending:
+        return known
+    assert previous is not None, "a pending input without a step in flight"
+    places, slots = zip(*pending, strict=True)
+    if len(pending) == known.size:
+        return previous[mx.array(slots)]
+    known[mx.array(places)] = previous[mx.array(slots)]
+    return known
+
+
+def sampling_rows(batch: ScheduledBatch) -> list[SamplingRow]:
+    """How each sampled row of a batch picks its token, in order."""
+    return [
+        SamplingRow(row.sequence.request.sampling, row.sequence.seed, row.sample_index + offset)
+        for row in batch.rows
+        for offset in range(row.num_sampled)
+    ]

@@ -1,0 +1,114 @@
+"""The scripted model as a target: plays given tokens through the real scheduler, pages and sampler.
+
+Its one layer stores token ids as keys and values, so that the reply "hash" can be picked from what
+the pages really hold: a leaked or misplaced page changes the text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from mlxserve.engine.scheduler import ScheduledBatch, ScheduledSequence
+from mlxserve.engine.sequence import Sequence
+from mlxserve.engine.target import StepInputs
+from mlxserve.text.scripted import ScriptedReply, ScriptedSpec
+from mlxserve.types import GenerationRequest
+from mlxserve_kernels import ops
+
+PLAYED_LOGIT = np.float32(30.0)
+"""Logit of the scripted token; all others have 0."""
+
+_FIRST_LOGIT = np.nextafter(PLAYED_LOGIT, np.float32(31.0))
+"""Of several equal tokens the first listed has the next larger float, so that greedy takes it."""
+
+_HASH_LETTERS = b"abcdefghijklmnopqrstuvwxyz"
+
+
+class ScriptedTarget:
+    """Implements ``Target`` (see there) for a script."""
+
+    weight_bytes = 0
+
+    def __init__(self, spec: ScriptedSpec, page_size: int) -> None:
+        self._spec = spec
+        self._page_size = page_size
+        self.vocab_size = spec.tokenizer.vocab_size
+        self.page_bytes = 2 * page_size * mx.float32.size
+        self._keys = self._values = mx.zeros((0, 1, page_size, 1))
+
+    def resize(self, num_pages: int) -> None:
+        kept = min(num_pages, self._keys.shape[0])
+        fresh = mx.zeros((num_pages - kept, 1, self._page_size, 1))
+        self._keys = mx.concatenate([self._keys[:kept], fresh])
+        self._values = mx.concatenate([self._values[:kept], fresh])
+        mx.eval(self._keys, self._values)
+
+    def copy_pages(self, copies: tuple[tuple[int, int], ...]) -> None:
+        sources, targets = (mx.array(ids, dtype=mx.int32) for ids in zip(*copies, strict=True))
+        self._keys, self._values = ops.copy_pages(self._keys, self._values, sources, targets)
+
+    def forward(self, batch: ScheduledBatch, inputs: StepInputs) -> mx.array:
+        stored = inputs.token_ids.astype(mx.float32)[:, None, None]
+        self._keys, self._values = ops.write_pages(
+            self._keys, self._values, stored, stored, inputs.slot_mapping
+        )
+        if not batch.num_sampled:
+            return self._keys[0, 0, 0]
+        return mx.array(np.stack([row for run in batch.rows for row in self._logits(run)]))
+
+    def propose(self, sequence: Sequence, limit: int) -> tuple[int, ...]:
+        """A burst of n pieces is n - 1 right guesses, verified as any draft is."""
+        reply = self._reply(sequence.request)
+        count = min(reply.burst - 1, limit)
+        if count <= 0 or reply.is_hash:
+            return ()
+        start = sequence.num_generated
+        return tuple(self._played(sequence, start + index)[0] for index in range(count))
+
+    def delays(self, request: GenerationRequest) -> tuple[float, float]:
+        reply = self._reply(request)
+        return reply.prefill_delay_s, reply.decode_delay_s
+
+    def _reply(self, request: GenerationRequest) -> ScriptedReply:
+        return self._spec.select(request.script_key)
+
+    def _logits(self, run: ScheduledSequence) -> list[npt.NDArray[np.float32]]:
+        """Logits [vocab_size] of each sampled row of a run."""
+        rows = []
+        for offset in range(run.num_sampled):
+            row = np.zeros(self.vocab_size, dtype=np.float32)
+            played = self._picked(run, offset)
+            row[list(played)] = PLAYED_LOGIT
+            if len(played) > 1:
+                row[played[0]] = _FIRST_LOGIT
+            rows.append(row)
+        return rows
+
+    def _picked(self, run: ScheduledSequence, offset: int) -> tuple[int, ...]:
+        if not self._reply(run.sequence.request).is_hash:
+            return self._played(run.sequence, run.sample_index + offset)
+        length = run.start + run.num_tokens - run.num_sampled + 1 + offset
+        digest = hashlib.blake2b(self._stored_ids(run, length).tobytes(), digest_size=8).digest()
+        return (_HASH_LETTERS[int.from_bytes(digest, "big") % len(_HASH_LETTERS)],)
+
+    def _played(self, sequence: Sequence, index: int) -> tuple[int, ...]:
+        """The equal best tokens of generated token ``index``."""
+        reply = self._reply(sequence.request)
+        if reply.is_prompt:
+            prompt = sequence.request.prompt_ids
+            return (prompt[index],) if index < len(prompt) else (self._end_token(reply, prompt[-1]),)
+        if index < len(reply.pieces):
+            return reply.pieces[index]
+        return (self._spec.tokenizer.end_id,) if reply.end == "eos" else reply.pieces[-1]
+
+    def _end_token(self, reply: ScriptedReply, last: int) -> int:
+        return self._spec.tokenizer.end_id if reply.end == "eos" else last
+
+    def _stored_ids(self, run: ScheduledSequence, length: int) -> npt.NDArray[np.int32]:
+        """Ids of the first ``length`` tokens, read from the pages."""
+        pages = self._keys[mx.array(run.pages)]
+        return np.array(pages).reshape(-1)[:length].astype(np.int32)

@@ -1,0 +1,258 @@
+"""Load a model folder: an mlx-lm architecture, on our kernels, with paged attention, checked.
+
+Everything here runs on the engine thread: lazy arrays belong to the thread that made them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from mlxserve.errors import MlxserveError, ModelLoadError, UnsupportedModelError
+from mlxserve.models.layers import use_kernels
+from mlxserve.models.paged import (
+    LayerPages,
+    LayerSpec,
+    PagedCaches,
+    PagedLayerCache,
+    PagedMetadata,
+    bind_attention,
+    select_rows_before_head,
+)
+from mlxserve.models.safetensors_file import check_safetensors_folder
+
+_PROBE_LENGTH = 6
+_PROBE_CHUNKS = (4, 1, 1)
+_TOLERANCE = {mx.float32: 2e-3, mx.float16: 5e-2, mx.bfloat16: 2e-1}
+"""Largest difference of logits, relative to their largest, between our path and mlx-lm's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """An evaluated model whose attention reads pages where its caches are ``PagedCaches``."""
+
+    module: nn.Module
+    config: dict[str, Any]
+    layers: tuple[LayerSpec, ...]
+    vocab_size: int
+    weight_bytes: int
+
+    def forward(self, token_ids: mx.array, caches: PagedCaches) -> mx.array:
+        """Logits [R, V] of the sampled rows of a flat batch of T tokens."""
+        logits: mx.array = self.module(token_ids[:, None], caches)
+        if logits.shape[0] != caches.sampled_rows.size:
+            logits = logits[caches.sampled_rows]
+        return logits[:, 0]
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a model folder. Raises ModelLoadError naming what is wrong."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ModelLoadError(f"{folder} is not a model folder: it has no config.json")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ModelLoadError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise ModelLoadError(f"{path} has no model_type")
+    return config
+
+
+def context_length(config: dict[str, Any]) -> int | None:
+    """The trained context window that a config states; None when it states none."""
+    for part in (config, config.get("text_config") or {}):
+        for key in ("max_position_embeddings", "n_positions", "max_sequence_length", "n_ctx", "seq_length"):
+            if isinstance(part.get(key), int):
+                return int(part[key])
+    return None
+
+
+def load_model(folder: Path) -> LoadedModel:
+    """Load, put on our kernels, evaluate and check a model.
+
+    Raises ModelLoadError for a damaged folder and UnsupportedModelError, with the model_type, for an
+    architecture that our paged path does not compute right.
+    """
+    config = read_config(folder)
+    check_safetensors_folder(folder)
+    module = _build(folder, config)
+    dtype = _activation_dtype(module)
+    use_kernels(module, dtype)
+    _convert_parameters(module, dtype)
+    _evaluate_by_layer(module)
+    model_type = config["model_type"]
+    try:
+        windows = _cache_windows(module)
+        layers, expected = _probe_plain(module, windows)
+        bind_attention(module)
+        select_rows_before_head(module)
+        weight_bytes = sum(array.nbytes for _, array in tree_flatten(module.parameters()))
+        loaded = LoadedModel(module, config, layers, expected.shape[-1], weight_bytes)
+        _check_paged(loaded, expected)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"model_type {model_type!r} is not served yet: {error}") from None
+    return loaded
+
+
+def _build(folder: Path, config: dict[str, Any]) -> nn.Module:
+    from mlx_lm.utils import load_model as load_mlx_lm
+
+    method = (config.get("quantization_config") or {}).get("quant_method")
+    if method is not None and "quantization" not in config:
+        raise UnsupportedModelError(
+            f"{folder} has quant_method {method!r}; convert it first: mlxserve convert {folder} -o OUT"
+        )
+    try:
+        module, _ = load_mlx_lm(folder, lazy=True, strict=True, trust_remote_code=False)
+    except (ValueError, KeyError, TypeError, RuntimeError, FileNotFoundError) as error:
+        raise ModelLoadError(f"cannot load {folder}: {_first_line(error)}") from None
+    assert isinstance(module, nn.Module)
+    return module
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    line = text[0] if text else type(error).__name__
+    return line if len(line) <= 300 else line[:300] + " …"
+
+
+def _activation_dtype(module: nn.Module) -> mx.Dtype:
+    """float32 on the CPU backend, where narrower floats are emulated; on Metal the model's own."""
+    if mx.default_device().type == mx.DeviceType.cpu:
+        return mx.float32
+    for name, array in tree_flatten(module.parameters()):
+        if name.endswith("norm.weight") and mx.issubdtype(array.dtype, mx.floating):
+            return array.dtype
+    return mx.bfloat16
+
+
+def _convert_parameters(module: nn.Module, dtype: mx.Dtype) -> None:
+    """Bring floating parameters to the dtype of the activations. Matrices whose kernels widen them as
+    they read (dense and affine 4/8-bit on the CPU) stay as they are: fewer bytes a token."""
+    for _, layer in module.named_modules():
+        keeps_matrix = type(layer).__name__ in ("KernelLinear", "KernelEmbedding")
+        keeps_scales = getattr(layer, "mode", None) == "affine" and getattr(layer, "bits", None) in (4, 8)
+        for name, array in list(layer.items()):
+            if not isinstance(array, mx.array) or not mx.issubdtype(array.dtype, mx.floating):
+                continue
+            kept = (keeps_matrix and name == "weight") or (keeps_scales and name in ("scales", "biases"))
+            if not (kept and dtype == mx.float32) and array.dtype != dtype:
+                layer[name] = array.astype(dtype)
+
+
+def _evaluate_by_layer(module: nn.Module) -> None:
+    """Read the weights part by part, so that no more than one part is held twice."""
+    for _, layer in module.named_modules():
+        mx.eval([array for array in layer.values() if isinstance(array, mx.array)])
+    mx.eval(module.parameters())
+
+
+def _make_caches(module: nn.Module) -> list[Any]:
+    from mlx_lm.models.cache import make_prompt_cache
+
+    caches: list[Any] = make_prompt_cache(module)
+    return caches
+
+
+def _cache_windows(module: nn.Module) -> list[int | None]:
+    """The window of each layer, by the kind of cache that the architecture asks for."""
+    from mlx_lm.models.cache import KVCache, RotatingKVCache
+
+    windows: list[int | None] = []
+    for cache in _make_caches(module):
+        if type(cache) is KVCache:
+            windows.append(None)
+        elif type(cache) is RotatingKVCache and cache.keep == 0:
+            windows.append(int(cache.max_size))
+        else:
+            raise UnsupportedModelError(f"it keeps its context in a {type(cache).__name__}")
+    return windows
+
+
+def _probe_plain(module: nn.Module, windows: list[int | None]) -> tuple[tuple[LayerSpec, ...], mx.array]:
+    """Run mlx-lm's own path on a few tokens: the shapes of keys and values, and the logits [L, V]."""
+    caches = _make_caches(module)
+    with _as_unsupported("it fails in mlx-lm itself"):
+        logits = module(_probe_tokens()[None], caches)[0]
+        mx.eval(logits)
+    specs = []
+    for cache, window in zip(caches, windows, strict=True):
+        if cache.keys is None or cache.values is None or cache.offset != _PROBE_LENGTH:
+            raise UnsupportedModelError("a layer does not cache one key and value a token")
+        _, num_heads, _, key_dim = cache.keys.shape
+        specs.append(LayerSpec(num_heads, key_dim, cache.values.shape[-1], cache.keys.dtype, window))
+    return tuple(specs), logits
+
+
+def _probe_tokens() -> mx.array:
+    # Ids that every vocabulary has; several different ones, so that a lost position shows.
+    return mx.array([3, 1, 4, 1, 5, 2][:_PROBE_LENGTH], dtype=mx.int32)
+
+
+def _check_paged(model: LoadedModel, expected: mx.array) -> None:
+    """The paged path, in chunks and over page borders, must give what mlx-lm's own gives."""
+    page_size = 4
+    pages = [LayerPages(spec, page_size) for spec in model.layers]
+    for layer in pages:
+        layer.resize(4)
+    # Two sequences with the same tokens on different pages, the second one behind by a chunk.
+    tokens = _probe_tokens()
+    with _as_unsupported("its attention does not run on pages"):
+        rows = _probe_paged(model, tokens, pages, block_table=(2, 1), page_size=page_size)
+        other = _probe_paged(model, tokens, pages, block_table=(0, 3), page_size=page_size)
+        mx.eval(rows, other)
+    scale = float(mx.max(mx.abs(expected)).item())  # type: ignore[arg-type]
+    limit = _TOLERANCE.get(expected.dtype, 2e-1) * max(scale, 1.0)
+    for result in (rows, other):
+        gaps = mx.abs(result.astype(mx.float32) - expected.astype(mx.float32))
+        difference = float(mx.max(gaps).item())  # type: ignore[arg-type]
+        if not difference <= limit:
+            raise UnsupportedModelError(
+                f"its logits on pages differ by {difference:.3g} from its own (limit {limit:.3g})"
+            )
+
+
+def _probe_paged(
+    model: LoadedModel,
+    tokens: mx.array,
+    pages: list[LayerPages],
+    *,
+    block_table: tuple[int, ...],
+    page_size: int,
+) -> mx.array:
+    results, start = [], 0
+    for length in _PROBE_CHUNKS:
+        positions = list(range(start, start + length))
+        slots = [block_table[p // page_size] * page_size + p % page_size for p in positions]
+        metadata = PagedMetadata(
+            positions=mx.array(positions, dtype=mx.int32),
+            slot_mapping=mx.array(slots, dtype=mx.int32),
+            block_tables=mx.array([block_table], dtype=mx.int32),
+            q_starts=mx.array([0, length], dtype=mx.int32),
+            kv_lens=mx.array([start + length], dtype=mx.int32),
+        )
+        caches = PagedCaches([PagedLayerCache(layer, metadata) for layer in pages], mx.arange(length))
+        results.append(model.forward(tokens[start : start + length], caches))
+        start += length
+        mx.eval(results)
+    return mx.concatenate(results)
+
+
+@contextlib.contextmanager
+def _as_unsupported(what: str) -> Iterator[None]:
+    """A probe runs foreign code on inputs it may not expect: any failure of it means "not served"."""
+    try:
+        yield
+    except MlxserveError:
+        raise
+    except Exception as error:
+        raise UnsupportedModelError(f"{what} ({type(error).__name__}: {_first_line(error)})") from error

@@ -1,0 +1,219 @@
+"""Paged attention inside mlx-lm's architectures.
+
+An architecture calls ``scaled_dot_product_attention(q, k, v, cache=…)`` by a name in its own module. That
+name is bound once to a dispatcher that takes our path for our cache type alone and calls the original
+for every other. Tokens go through the model as (T, 1), one row a token with an array of positions, so
+rows of many sequences share one forward.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlxserve.errors import UnsupportedModelError
+from mlxserve_kernels import ops
+
+
+@dataclass(frozen=True, slots=True)
+class PagedMetadata:
+    """Where the rows of a forward are. int32; shapes as in ``ops.paged_attention``."""
+
+    positions: mx.array
+    slot_mapping: mx.array
+    block_tables: mx.array
+    q_starts: mx.array
+    kv_lens: mx.array
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One layer's keys and values: heads, sizes, dtype, and the window (None: full attention)."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: mx.Dtype
+    window: int | None
+
+    def page_bytes(self, page_size: int) -> int:
+        return self.num_kv_heads * page_size * (self.key_dim + self.value_dim) * int(self.dtype.size)
+
+
+class LayerPages:
+    """The page tensors of one layer: keys [P, H, page, D], values [P, H, page, Dv].
+
+    Always the newest handle: a writer replaces both, and keeps no other.
+    """
+
+    def __init__(self, spec: LayerSpec, page_size: int) -> None:
+        self.spec = spec
+        self._page_size = page_size
+        self.keys = self._zeros(0, spec.key_dim)
+        self.values = self._zeros(0, spec.value_dim)
+
+    def resize(self, num_pages: int) -> None:
+        """Grow or shrink to ``num_pages``, keeping the first ones; evaluated at once."""
+        kept = min(num_pages, self.keys.shape[0])
+        new = num_pages - kept
+        self.keys = mx.concatenate([self.keys[:kept], self._zeros(new, self.spec.key_dim)])
+        self.values = mx.concatenate([self.values[:kept], self._zeros(new, self.spec.value_dim)])
+        mx.eval(self.keys, self.values)
+
+    def _zeros(self, num_pages: int, dim: int) -> mx.array:
+        return mx.zeros((num_pages, self.spec.num_kv_heads, self._page_size, dim), dtype=self.spec.dtype)
+
+
+class _InPages:
+    """Stands for keys or values that live in pages. Any arithmetic on it fails at once."""
+
+
+IN_PAGES = _InPages()
+
+
+@dataclass(frozen=True, slots=True)
+class WindowMask:
+    """What a model gets as the mask of its windowed layers, and hands on to the attention."""
+
+    window: int
+
+
+class PagedLayerCache:
+    """Looks like an mlx-lm cache to one layer in one forward."""
+
+    def __init__(self, pages: LayerPages, metadata: PagedMetadata) -> None:
+        self.pages = pages
+        self.metadata = metadata
+        self.offset = metadata.positions
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[_InPages, _InPages]:
+        """Write (T, H, 1, D) keys and values to their slots; the attention reads the pages."""
+        self.pages.keys, self.pages.values = ops.write_pages(
+            self.pages.keys,
+            self.pages.values,
+            keys.squeeze(2),
+            values.squeeze(2),
+            self.metadata.slot_mapping,
+        )
+        return IN_PAGES, IN_PAGES
+
+    def make_mask(
+        self, length: int, *, return_array: bool = False, window_size: int | None = None
+    ) -> WindowMask | None:
+        """Each row sees its own context: no mask but the window."""
+        if return_array:
+            raise UnsupportedModelError("this architecture computes with its attention mask")
+        return None if window_size is None else WindowMask(window_size)
+
+
+class PagedCaches(list[PagedLayerCache]):
+    """The caches of all layers, and which rows go on to the output head."""
+
+    def __init__(self, caches: list[PagedLayerCache], sampled_rows: mx.array) -> None:
+        super().__init__(caches)
+        self.sampled_rows = sampled_rows
+
+
+def attend(
+    queries: mx.array,
+    cache: PagedLayerCache,
+    *,
+    scale: float,
+    mask: WindowMask | None,
+    sinks: mx.array | None,
+) -> mx.array:
+    """Attention of (T, H, 1, D) queries over the pages; returns (T, H, 1, Dv)."""
+    if mask is not None and not isinstance(mask, WindowMask):
+        raise UnsupportedModelError("this architecture has an attention mask of its own")
+    windows = [w for w in (cache.pages.spec.window, mask.window if mask else None) if w is not None]
+    metadata = cache.metadata
+    output = ops.paged_attention(
+        queries.squeeze(2),
+        cache.pages.keys,
+        cache.pages.values,
+        metadata.block_tables,
+        metadata.q_starts,
+        metadata.kv_lens,
+        scale=scale,
+        window=min(windows) if windows else None,
+        sinks=sinks,
+    )
+    return output[:, :, None]
+
+
+def bind_attention(model: nn.Module) -> None:
+    """Rebind ``scaled_dot_product_attention`` in the modules that define the layers of ``model``.
+
+    Raises UnsupportedModelError when none of them has it.
+    """
+    names = {type(module).__module__ for _, module in model.named_modules()}
+    num_bound = 0
+    for name in names:
+        module = sys.modules[name]
+        original = vars(module).get("scaled_dot_product_attention")
+        if original is None or not name.startswith("mlx_lm.models."):
+            continue
+        num_bound += 1
+        if not hasattr(original, "is_paged_dispatcher"):
+            module.scaled_dot_product_attention = _dispatcher(original)  # type: ignore[attr-defined]
+    if not num_bound:
+        raise UnsupportedModelError("this architecture does not use the standard attention")
+
+
+def _dispatcher(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    @functools.wraps(original)
+    def dispatch(
+        queries: mx.array,
+        keys: Any,
+        values: Any,
+        cache: Any,
+        scale: float,
+        mask: Any,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        if isinstance(cache, PagedLayerCache):
+            if keys is not IN_PAGES or values is not IN_PAGES:
+                raise UnsupportedModelError("this architecture changes its keys after caching them")
+            return attend(queries, cache, scale=scale, mask=mask, sinks=sinks)
+        return original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+
+    dispatch.is_paged_dispatcher = True  # type: ignore[attr-defined]
+    return dispatch
+
+
+def select_rows_before_head(model: nn.Module) -> None:
+    """Let only the sampled rows of a paged forward reach the output head.
+
+    The backbone (the submodule that holds the layers and is called with the caches) changes its class
+    to one that picks the rows from its result. Without a known backbone the head sees all rows.
+    """
+    backbone = _find_backbone(model)
+    if backbone is None:
+        return
+    original = type(backbone)
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        hidden = original.__call__(self, *args, **kwargs)
+        for argument in (*args, *kwargs.values()):
+            if isinstance(argument, PagedCaches):
+                return hidden[argument.sampled_rows]
+        return hidden
+
+    backbone.__class__ = type(original.__name__, (original,), {"__call__": call})
+
+
+def _find_backbone(model: nn.Module) -> nn.Module | None:
+    holder: Any = model
+    while (inner := holder.get("language_model")) is not None:
+        holder = inner
+    for name in ("model", "transformer", "backbone"):
+        candidate = holder.get(name)
+        if isinstance(candidate, nn.Module):
+            return candidate
+    return None
