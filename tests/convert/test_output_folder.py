@@ -1,0 +1,164 @@
+"""The output is whole or not there, whatever stops the conversion."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Kind
+
+from mlxserve.errors import ConversionError
+from mlxserve_convert import ConvertOptions, convert, output_folder
+from mlxserve_convert.output_folder import OutputFolder, ShardedWriter
+from tests.convert.checkpoints import LLAMA, random_weights, write_folder, write_gguf
+
+
+@pytest.fixture(params=["gguf", "folder"])
+def source(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    place = tmp_path / "in"
+    place.mkdir()
+    if request.param == "folder":
+        return write_folder(place / "source", LLAMA, random_weights(LLAMA))
+    write_gguf(place / "tiny.gguf", LLAMA, random_weights(LLAMA), Kind.Q4_1)
+    return place / "tiny.gguf"
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, Stop, SystemExit])
+def test_any_end_in_the_middle_leaves_nothing(
+    source: Path, tmp_path: Path, kind: type[BaseException]
+) -> None:
+    def stop(done: int, total: int, name: str) -> None:
+        partial = [path.name for path in (tmp_path / "o").iterdir()]
+        assert partial and all(name.startswith(".out.partial-") for name in partial)
+        if done * 2 > total:
+            raise kind
+
+    with pytest.raises(kind):
+        convert(source, tmp_path / "o" / "out", ConvertOptions(), stop)
+    assert list((tmp_path / "o").iterdir()) == []
+
+
+def test_an_existing_output_is_refused_and_kept(source: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / "notes.txt").write_text("mine")
+    with pytest.raises(ConversionError, match="not empty, use --force"):
+        convert(source, output, ConvertOptions())
+    assert [path.name for path in output.iterdir()] == ["notes.txt"]
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ConversionError, match="is a file"):
+        convert(source, tmp_path / "file", ConvertOptions())
+
+
+def test_an_empty_output_folder_is_filled(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    convert(source, tmp_path / "out", ConvertOptions())
+    assert (tmp_path / "out" / "config.json").is_file()
+
+
+def test_force_replaces_the_whole_folder_only_after_success(source: Path, tmp_path: Path) -> None:
+    output = tmp_path / "o" / "out"
+    output.mkdir(parents=True)
+    (output / "old.txt").write_text("old")
+
+    def stop(done: int, total: int, name: str) -> None:
+        raise Stop
+
+    with pytest.raises(Stop):
+        convert(source, output, ConvertOptions(force=True), stop)
+    assert [path.name for path in output.iterdir()] == ["old.txt"]
+    convert(source, output, ConvertOptions(force=True))
+    assert not (output / "old.txt").exists()
+    assert (output / "model.safetensors").is_file()
+    assert [path.name for path in output.parent.iterdir()] == ["out"]
+
+
+def test_an_output_below_a_file_is_refused(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConversionError, match="is not a folder"):
+        convert(source, tmp_path / "file" / "sub" / "out", ConvertOptions())
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_an_unwritable_place_is_refused(source: Path, tmp_path: Path) -> None:
+    place = tmp_path / "readonly"
+    place.mkdir(mode=0o500)
+    with pytest.raises(ConversionError, match="no permission"):
+        convert(source, place / "out", ConvertOptions())
+
+
+def test_too_little_space_is_refused_before_writing(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Usage:
+        free = 1000
+
+    monkeypatch.setattr(output_folder.shutil, "disk_usage", lambda path: Usage)
+    with pytest.raises(ConversionError, match=r"needs 0\.00 GB, only 0\.00 GB are free"):
+        convert(source, tmp_path / "out", ConvertOptions())
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_is_one_line(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(ShardedWriter, "add", full)
+    with pytest.raises(ConversionError, match="cannot be written: No space left on device"):
+        convert(source, tmp_path / "o" / "out", ConvertOptions())
+    assert list((tmp_path / "o").iterdir()) == []
+
+
+def test_leftovers_of_a_killed_run_go_and_those_of_a_living_one_stay(tmp_path: Path) -> None:
+    dead = tmp_path / ".out.partial-999999999-x"
+    alive = tmp_path / f".out.partial-{os.getppid()}-x"
+    for path in (dead, alive):
+        path.mkdir()
+    with OutputFolder(tmp_path / "out") as folder:
+        (folder.path / "config.json").write_text("{}")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [alive.name, "out"]
+
+
+def test_two_writers_of_one_output_do_not_mix(tmp_path: Path) -> None:
+    slow, quick = OutputFolder(tmp_path / "out"), OutputFolder(tmp_path / "out")
+    slow.__enter__()
+    (slow.path / "slow").write_text("")
+    with quick:
+        (quick.path / "quick").write_text("")
+    with pytest.raises(ConversionError, match="meanwhile"):
+        slow.__exit__(None, None, None)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["quick"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_shards_hold_every_dtype_and_shape(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    arrays = {
+        "a": ("F32", rng.standard_normal((3, 5)).astype(np.float32)),
+        "b": ("F16", rng.standard_normal((7,)).astype(np.float16)),
+        "c": ("U32", rng.integers(0, 2**32, (2, 2, 3), dtype=np.uint32)),
+        "scalar": ("F32", np.array(3.0, np.float32)),
+        "empty": ("F32", np.zeros((0, 4), np.float32)),
+        "transposed": ("F32", rng.standard_normal((4, 6)).astype(np.float32).T),
+    }
+    writer = ShardedWriter(tmp_path, arrays, max_shard_bytes=100)
+    for name, (dtype, array) in arrays.items():
+        writer.add(name, dtype, array.shape, array)
+    files = writer.finish()
+    found: dict[str, mx.array] = {}
+    for file in files:
+        found |= mx.load(str(tmp_path / file))
+    assert len(files) == 3
+    for name, (_, array) in arrays.items():
+        assert np.array_equal(np.array(found[name]), array), name
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == arrays.keys()

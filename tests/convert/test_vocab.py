@@ -1,0 +1,73 @@
+"""Tokenizers of real GGUF files give the ids that were published with them, where those files are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from mlxserve_convert.gguf_file import GGUFFile
+from mlxserve_convert.gguf_tokenizer import GGUFTokenizer, read_tokenizer
+
+VOCABULARIES = Path(__file__).parents[2].parent / "shared" / "vocab"
+NAMES = ("deepseek-coder", "gpt-2", "llama-spm", "phi-3", "refact")
+LOSSLESS = ("gpt-2", "llama-spm", "phi-3")
+"""deepseek-coder has tokens such as "À" that stand for a byte and for a letter; refact lacks some bytes."""
+SEPARATOR = "\n__ggml_vocab_test__\n"
+
+_cache: dict[str, Tokenizer] = {}
+
+
+def source(name: str) -> Path:
+    path = VOCABULARIES / f"ggml-vocab-{name}.gguf"
+    if not path.is_file():
+        pytest.skip(f"{path} is not here")
+    return path
+
+
+def read(name: str) -> GGUFTokenizer:
+    path = source(name)
+    with GGUFFile(path) as file:
+        return read_tokenizer(file.metadata, path)
+
+
+def load(name: str) -> Tokenizer:
+    if name not in _cache:
+        _cache[name] = Tokenizer.from_str(json.dumps(read(name).tokenizer))
+    return _cache[name]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_published_ids(name: str) -> None:
+    path = source(name)
+    inputs = path.with_name(path.name + ".inp").read_bytes().decode().split(SEPARATOR)
+    outputs = path.with_name(path.name + ".out").read_text().split("\n")
+    assert len(inputs) == len(outputs) > 40
+    tokenizer = load(name)
+    for text, line in zip(inputs, outputs, strict=True):
+        expected = [int(number) for number in line.split()]
+        assert tokenizer.encode(text, add_special_tokens=False).ids == expected, repr(text)
+
+
+@pytest.mark.parametrize("name", LOSSLESS)
+@settings(max_examples=150, deadline=None)
+@given(text=st.text(st.sampled_from("aBé1 \t\n\r日ſ🚀.,'\"s\u0301\u0000\u200b\u2028नि_") | st.characters()))
+def test_text_survives(name: str, text: str) -> None:
+    tokenizer = load(name)
+    # "▁" is how SentencePiece writes a space: a text that holds it cannot come back.
+    text = text.replace("▁", "")
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+
+
+def test_special_tokens_and_end_tokens() -> None:
+    phi = read("phi-3")
+    assert phi.eos_ids[0] == 32000
+    assert load("phi-3").token_to_id("<|end|>") in phi.eos_ids
+    assert load("llama-spm").encode("Hi").ids[0] == 1
+    assert load("deepseek-coder").encode("Hi").ids[0] == 32013
+    assert load("gpt-2").encode("<|endoftext|>").ids == [50256]
