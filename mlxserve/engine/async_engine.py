@@ -204,7 +204,7 @@ class AsyncEngine:
             if mail.is_closing:
                 return
             for request in mail.requests:
-                core.add(request)
+                outputs += core.add(request)
             # An abort may have come in the same mail as its request.
             outputs += [output for output in map(core.abort, mail.aborts) if output is not None]
             outputs += core.step()

@@ -35,7 +35,7 @@ class EngineCore:
     """Runs sequences on a target, one step in flight where the kernels allow it.
 
     Contract: ``add`` and ``abort`` between calls of ``step``; every request added gives exactly one
-    output with a ``finish_reason``, from ``step`` or from ``abort``.
+    output with a ``finish_reason``, from ``add``, ``step`` or ``abort``.
     """
 
     def __init__(
@@ -76,9 +76,13 @@ class EngineCore:
         ready_at = self._scheduler.next_ready_time()
         return 0.0 if ready_at is None else max(0.0, ready_at - self._clock())
 
-    def add(self, request: GenerationRequest) -> None:
-        """Queue a request whose prompt and output fit ``max_sequence_tokens``."""
-        prefill_delay_s, decode_delay_s = self._target.delays(request)
+    def add(self, request: GenerationRequest) -> list[TokenOutput]:
+        """Queue a request whose prompt and output fit ``max_sequence_tokens``. A request that the
+        target refuses ends at once: its terminal output is returned."""
+        try:
+            prefill_delay_s, decode_delay_s = self._target.delays(request)
+        except MlxserveError as error:
+            return [TokenOutput(request.request_id, (), "error", error=error)]
         seed = request.sampling.seed
         sequence = Sequence(
             request=request,
@@ -90,6 +94,7 @@ class EngineCore:
         self._num_arrived += 1
         self._sequences[request.request_id] = sequence
         self._scheduler.add(sequence)
+        return []
 
     def abort(self, request_id: str) -> TokenOutput | None:
         """End a request; None when it has ended already."""

@@ -16,6 +16,7 @@ from mlxserve.engine.scheduler import ScheduledBatch, ScheduledSequence
 from mlxserve.engine.sequence import Sequence
 from mlxserve.engine.target import StepInputs
 from mlxserve.text.scripted import ScriptedReply, ScriptedSpec
+from mlxserve.text.scripted_tokenizer import EOS_ID
 from mlxserve.types import GenerationRequest
 from mlxserve_kernels import ops
 
@@ -64,14 +65,14 @@ class ScriptedTarget:
         """A burst of n pieces is n - 1 right guesses, verified as any draft is."""
         reply = self._reply(sequence.request)
         count = min(reply.burst - 1, limit)
-        if count <= 0 or reply.is_hash:
+        if count <= 0 or reply.mode == "hash":
             return ()
         start = sequence.num_generated
         return tuple(self._played(sequence, start + index)[0] for index in range(count))
 
     def delays(self, request: GenerationRequest) -> tuple[float, float]:
         reply = self._reply(request)
-        return reply.prefill_delay_s, reply.decode_delay_s
+        return reply.prefill_delay_s, reply.delay_s
 
     def _reply(self, request: GenerationRequest) -> ScriptedReply:
         return self._spec.select(request.script_key)
@@ -89,7 +90,7 @@ class ScriptedTarget:
         return rows
 
     def _picked(self, run: ScheduledSequence, offset: int) -> tuple[int, ...]:
-        if not self._reply(run.sequence.request).is_hash:
+        if self._reply(run.sequence.request).mode != "hash":
             return self._played(run.sequence, run.sample_index + offset)
         length = run.start + run.num_tokens - run.num_sampled + 1 + offset
         digest = hashlib.blake2b(self._stored_ids(run, length).tobytes(), digest_size=8).digest()
@@ -98,15 +99,13 @@ class ScriptedTarget:
     def _played(self, sequence: Sequence, index: int) -> tuple[int, ...]:
         """The equal best tokens of generated token ``index``."""
         reply = self._reply(sequence.request)
-        if reply.is_prompt:
-            prompt = sequence.request.prompt_ids
-            return (prompt[index],) if index < len(prompt) else (self._end_token(reply, prompt[-1]),)
-        if index < len(reply.pieces):
-            return reply.pieces[index]
-        return (self._spec.tokenizer.end_id,) if reply.end == "eos" else reply.pieces[-1]
-
-    def _end_token(self, reply: ScriptedReply, last: int) -> int:
-        return self._spec.tokenizer.end_id if reply.end == "eos" else last
+        if reply.mode == "prompt":
+            pieces: tuple[tuple[int, ...], ...] = tuple((token,) for token in sequence.request.prompt_ids)
+        else:
+            pieces = reply.pieces
+        if index < len(pieces):
+            return pieces[index]
+        return (EOS_ID,) if reply.end == "eos" else pieces[-1]
 
     def _stored_ids(self, run: ScheduledSequence, length: int) -> npt.NDArray[np.int32]:
         """Ids of the first ``length`` tokens, read from the pages."""
