@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 
 from mlxserve.engine.served_model import ServedModel
 from mlxserve.errors import MlxserveError
@@ -25,8 +26,6 @@ DEFAULT_MAX_BODY_BYTES = 64 * 1024 * 1024
 SHUTDOWN_TIMEOUT_S = 5.0
 
 _OPEN_PATHS = ("/health",)
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def create_app(
@@ -79,7 +78,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return ErrorReply(500, SERVER_ERROR, "internal error; the server's log has it").response()
 
 
-def _authorization(api_key: str) -> Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]:
+def _authorization(api_key: str) -> Middleware:
     expected = api_key.encode()
 
     @web.middleware

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, TypeVar
 
 from mlxserve.engine.async_engine import AsyncEngine, TokenStream
 from mlxserve.errors import RequestFailedError
 from mlxserve.text.stop import StopMatcher
 from mlxserve.text.tokenizer import Tokenizer
-from mlxserve.text.tool_parser import ContentDelta, ToolCall
+from mlxserve.text.tool_parser import ContentDelta, ToolCall, ToolEvent, ToolParser
 from mlxserve.types import GenerationRequest
 
 T = TypeVar("T")
@@ -26,15 +26,7 @@ class End:
     reason: EndReason
 
 
-ChoiceEvent = ContentDelta | ToolCall | End
-
-
-class OutputParser(Protocol):
-    """An incremental parser of tool calls (see ``mlxserve.text.tool_parser``)."""
-
-    def push(self, text: str) -> list[ContentDelta | ToolCall]: ...
-
-    def finish(self, cut: bool) -> list[ContentDelta | ToolCall]: ...
+ChoiceEvent = ToolEvent | End
 
 
 class TextReader:
@@ -96,7 +88,7 @@ class TextReader:
 
 
 async def read_choice(
-    reader: TextReader, parser: OutputParser | None = None, *, is_single_call: bool = False
+    reader: TextReader, parser: ToolParser | None = None, *, is_single_call: bool = False
 ) -> AsyncIterator[ChoiceEvent]:
     """The events of one choice; exactly one End, as the last.
 
@@ -135,7 +127,7 @@ def submit_all(engine: AsyncEngine, requests: Sequence[GenerationRequest]) -> li
 
 async def merge(
     sources: Sequence[AsyncIterator[T]], *, idle_s: float | None = None
-) -> AsyncIterator[tuple[int, T] | None]:
+) -> AsyncGenerator[tuple[int, T] | None]:
     """Items of all sources as they come, each with its source's index; None after ``idle_s`` without one.
 
     Sources are read on, whatever the pace of the consumer. The first error of any of them is raised.

@@ -13,31 +13,35 @@ _HEADERS = {
 
 
 class EventStream:
-    """An open ``text/event-stream`` reply.
+    """A ``text/event-stream`` reply, whose headers go out with its first event or comment.
 
-    Every ``send`` waits for the client when its socket is full, so nothing piles up in the transport;
-    it raises ConnectionError once the client has left.
+    Until then (``is_open`` False) an error can still be a plain reply. Every write waits for the client
+    when its socket is full, so nothing piles up in the transport; it raises ConnectionError once the
+    client has left.
     """
 
-    def __init__(self, response: web.StreamResponse) -> None:
-        self.response = response
+    def __init__(self, request: web.Request) -> None:
+        self._request = request
+        self.response = web.StreamResponse(headers=_HEADERS)
 
-    @classmethod
-    async def open(cls, request: web.Request) -> EventStream:
-        """Send the headers. From here on an error can only be an event."""
-        response = web.StreamResponse(headers=_HEADERS)
-        await response.prepare(request)
-        return cls(response)
+    @property
+    def is_open(self) -> bool:
+        return self.response.prepared
 
     async def send(self, data: bytes) -> None:
-        await self.response.write(b"data: " + data + b"\n\n")
+        await self._write(b"data: " + data + b"\n\n")
 
     async def ping(self) -> None:
         """A comment, which clients skip: it keeps proxies and timeouts quiet during a long prefill."""
-        await self.response.write(b": keep-alive\n\n")
+        await self._write(b": keep-alive\n\n")
 
     async def close(self, *, is_done: bool) -> None:
         """End the reply; ``[DONE]`` goes out only after a stream that came to its end."""
         if is_done:
             await self.send(b"[DONE]")
         await self.response.write_eof()
+
+    async def _write(self, data: bytes) -> None:
+        if not self.is_open:
+            await self.response.prepare(self._request)
+        await self.response.write(data)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Protocol
 
@@ -48,7 +48,7 @@ class Run:
         for reader in self._readers:
             reader.abort()
 
-    def events(self, idle_s: float | None = None) -> AsyncIterator[tuple[int, ChoiceEvent] | None]:
+    def events(self, idle_s: float | None = None) -> AsyncGenerator[tuple[int, ChoiceEvent] | None]:
         """Events of all choices as they come; None after ``idle_s`` without one."""
         job = self._job
         if not job.generates:
@@ -100,11 +100,13 @@ async def _answer_stream(
     request: web.Request, job: Job, run: Run, shape: Shape, ping_s: float
 ) -> web.StreamResponse:
     """An engine failure after the first byte is one error event, and no ``[DONE]`` follows it."""
-    out = await EventStream.open(request)
+    out = EventStream(request)
     try:
         try:
             await _send_events(out, job, run, shape, ping_s)
         except MlxserveError as error:
+            if not out.is_open:
+                raise
             logger.warning("stream %s failed: %s", job.id, error)
             await out.send(error_reply(error).body)
             await out.close(is_done=False)

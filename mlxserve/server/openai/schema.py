@@ -27,7 +27,7 @@ NaturalInt = Annotated[int, Meta(ge=0)]
 NonEmptyStr = Annotated[str, Meta(min_length=1)]
 
 
-class Wire(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+class Wire(msgspec.Struct, forbid_unknown_fields=True):
     """Base of everything that a client sends."""
 
 

@@ -8,7 +8,6 @@ from mlxserve.engine.served_model import ServedModel
 from mlxserve.errors import InvalidRequestError, UnsupportedFieldError
 from mlxserve.server.openai.decode import convert_field, refuse_unsupported
 from mlxserve.server.openai.schema import NEUTRAL_FUNCTION_VALUES, ChatRequest, Tool
-from mlxserve.text.tool_parser import tool_parser_for
 
 _CHOICES = ("auto", "none")
 
@@ -39,5 +38,4 @@ def checked_tools(body: ChatRequest, model: ServedModel) -> list[dict[str, Any]]
             f"tools: the chat template of {model.id!r} has no tool call format that this version knows",
             param="tools",
         )
-    tool_parser_for(model.tool_format)
     return body.tools

@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -231,10 +231,12 @@ def _completion_prompts(prompt: str | list[str | int | list[int]], model: Served
             code="invalid_type",
         )
     if kinds == {int}:
-        return (_id_prompt(prompt, model, "prompt"),)
+        return (_id_prompt(cast(list[int], prompt), model, "prompt"),)
     return tuple(
-        _text_prompt(item, model) if isinstance(item, str) else _id_prompt(item, model, f"prompt[{i}]")
-        for i, item in enumerate(prompt)
+        _text_prompt(item, model)
+        if isinstance(item, str)
+        else _id_prompt(cast(list[int], item), model, f"prompt[{index}]")
+        for index, item in enumerate(prompt)
     )
 
 
@@ -249,7 +251,7 @@ def _text_prompt(text: str, model: ServedModel) -> Prompt:
     return Prompt(ids, text)
 
 
-def _id_prompt(ids: Sequence[Any], model: ServedModel, place: str) -> Prompt:
+def _id_prompt(ids: Sequence[int], model: ServedModel, place: str) -> Prompt:
     """Ids are used as they are: no begin token is added."""
     if not ids:
         raise InvalidRequestError(f"{place} has no token ids", param="prompt")
