@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from collections.abc import Collection, Mapping, Sequence
+from datetime import datetime
 from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import Template
 from jinja2.exceptions import TemplateError as JinjaError
-from jinja2.exceptions import TemplateSyntaxError
+from jinja2.exceptions import TemplateSyntaxError, UndefinedError
+from jinja2.meta import find_undeclared_variables
 
 from mlxserve.errors import InvalidRequestError, ModelLoadError, TemplateError
 from mlxserve.text.jinja_env import RaisedByTemplateError, chat_environment
@@ -44,6 +47,60 @@ BUILTIN_TEMPLATES: Mapping[str, str] = {"chatml": _builtin("chatml")}
 """Template sources by name. ``chatml`` renders tools and tool calls in Hermes form."""
 
 
+class _Compiled:
+    """One template text, compiled, and how it is given one conversation."""
+
+    def __init__(self, source: str) -> None:
+        environment = chat_environment()
+        try:
+            self._variables = find_undeclared_variables(environment.parse(source))
+            self._template = environment.from_string(source)
+        except TemplateSyntaxError as error:
+            raise ModelLoadError(
+                f"chat template, line {error.lineno}: {_one_line(error.message or '')}"
+            ) from None
+        except RecursionError:
+            raise ModelLoadError("chat template: nested too deeply") from None
+        self.source = source
+
+    def render_arranged(self, turns: Sequence[Message], context: Mapping[str, Any]) -> str:
+        """The first arrangement that renders with all system text in it, else the first that renders."""
+        system_texts = [turn["content"].strip() for turn in turns if turn["role"] == "system"]
+        first_error: Exception | None = None
+        incomplete: str | None = None
+        for arranged in arrangements(turns):
+            try:
+                text = self._render(arranged, context)
+            except _RENDER_ERRORS as error:
+                first_error = first_error or error
+                continue
+            if all(system_text in text for system_text in system_texts):
+                return text
+            incomplete = text if incomplete is None else incomplete
+        if incomplete is not None:
+            return incomplete
+        raise TemplateError(_sentence(first_error), param="messages") from None
+
+    def _render(self, turns: Sequence[Message], context: Mapping[str, Any]) -> str:
+        values = {**self._legacy_variables(context), **context, "messages": list(turns)}
+        try:
+            return self._template.render(values)
+        except (TypeError, UndefinedError):
+            # Templates that are only published for use with tools walk over the list unasked.
+            if context["tools"] is not None:
+                raise
+            return self._template.render({**values, "tools": []})
+
+    def _legacy_variables(self, context: Mapping[str, Any]) -> dict[str, Any]:
+        """Names from before ``tools`` and ``strftime_now``, for templates that use them."""
+        values: dict[str, Any] = {}
+        if "functions" in self._variables:
+            values["functions"] = json.dumps(context["tools"] or [], ensure_ascii=False, indent=4)
+        if "datetime" in self._variables:
+            values["datetime"] = datetime.now().strftime("%Y-%m-%d %H:%M:%S")
+        return values
+
+
 class ChatTemplate:
     """One model's chat template, compiled. Rendering has no state and can run in any thread.
 
@@ -64,8 +121,8 @@ class ChatTemplate:
     ) -> None:
         self.source = source
         self.tools_source = source if tools_source is None else tools_source
-        self._template = _compile(source)
-        self._tools_template = self._template if tools_source is None else _compile(tools_source)
+        self._template = _Compiled(source)
+        self._tools_template = self._template if tools_source is None else _Compiled(tools_source)
         self._special = {"bos_token": bos_token, "eos_token": eos_token}
         self._controls = ControlPattern.of(control_tokens)
 
@@ -91,18 +148,20 @@ class ChatTemplate:
                 "messages must not end with an assistant message: continuing one is not supported",
                 param="messages",
             )
-        context = self._context(tools, add_generation_prompt, variables)
         template = self._tools_template if tools else self._template
-        if "developer" not in (self.tools_source if tools else self.source):
+        context = self._context(tools, add_generation_prompt, variables)
+        if "developer" not in template.source:
             turns = developer_as_system(turns)
         if not self._controls.occurs_in([turns, context["tools"], dict(variables or {})]):
-            return RenderedPrompt(_render_arranged(template, turns, context))
+            return RenderedPrompt(template.render_arranged(turns, context))
         marks = Marks.for_input(self._controls, [turns, context])
         marked = {
             **context,
             **{key: marks.mark(value) for key, value in context.items() if key not in self._special},
         }
-        return marks.read(_render_arranged(template, marks.mark(turns), marked))
+        # A role is one of five known words, and templates compare it.
+        marked_turns = [{**marks.mark(turn), "role": turn["role"]} for turn in turns]
+        return marks.read(template.render_arranged(marked_turns, marked))
 
     def _context(
         self,
@@ -117,41 +176,11 @@ class ChatTemplate:
                 param="chat_template_kwargs",
             )
         return {
-            **(variables or {}),
+            **copy.deepcopy(dict(variables or {})),
             **self._special,
-            "tools": list(tools) if tools else None,
+            "tools": copy.deepcopy(list(tools)) if tools else None,
             "add_generation_prompt": add_generation_prompt,
         }
-
-
-def _compile(source: str) -> Template:
-    try:
-        return chat_environment().from_string(source)
-    except TemplateSyntaxError as error:
-        raise ModelLoadError(
-            f"chat template, line {error.lineno}: {_one_line(error.message or '')}"
-        ) from None
-    except RecursionError:
-        raise ModelLoadError("chat template: nested too deeply") from None
-
-
-def _render_arranged(template: Template, turns: Sequence[Message], context: Mapping[str, Any]) -> str:
-    """The first arrangement that renders with all system text in it; failing that, the first that renders."""
-    system_texts = [turn["content"].strip() for turn in turns if turn["role"] == "system"]
-    first_error: Exception | None = None
-    incomplete: str | None = None
-    for arranged in arrangements(turns):
-        try:
-            text = template.render(messages=arranged, **context)
-        except _RENDER_ERRORS as error:
-            first_error = first_error or error
-            continue
-        if all(system_text in text for system_text in system_texts):
-            return text
-        incomplete = text if incomplete is None else incomplete
-    if incomplete is not None:
-        return incomplete
-    raise TemplateError(_sentence(first_error), param="messages") from None
 
 
 def _sentence(error: Exception | None) -> str:

@@ -20,10 +20,22 @@ _CLOSE = "</tool_call>"
 class HermesParser:
     """Incremental and linear: every character is looked at a fixed number of times."""
 
-    __slots__ = ("_after_call", "_body", "_held", "_in_call", "_in_string", "_is_escaped", "_tail")
+    __slots__ = (
+        "_after_call",
+        "_body",
+        "_held",
+        "_in_call",
+        "_in_string",
+        "_is_escaped",
+        "_reads_strings",
+        "_spaces",
+        "_tail",
+    )
 
     def __init__(self) -> None:
-        self._held = ""  # content that may yet be dropped or become a tag: whitespace, then a tag's beginning
+        self._reads_strings = True
+        self._held = ""  # the beginning of an opening tag, perhaps
+        self._spaces: list[str] = []  # whitespace that is dropped should a call come next
         self._after_call = False
         self._enter_content()
 
@@ -37,25 +49,23 @@ class HermesParser:
         events: list[ToolEvent] = []
         while self._in_call:
             body = "".join(self._body)
-            call = None if cut else _read_call(body)
-            if call is not None:
-                self._enter_content()
-                self._after_call, self._held = True, ""
-                return [*events, call]
-            # A stray quote can hide a closing tag: what ends there is a broken block, and the rest is text.
             block, closing, rest = body.partition(_CLOSE)
-            if not closing and cut:
-                self._enter_content()
-                return events
+            call = None if cut else _read_call(body)
             self._enter_content()
-            self._emit(f"{_OPEN}{block}{closing}", events)
-            events += self.push(rest)
-        held, self._held = self._held, ""
-        spaces, tag = _split_spaces(held)
-        if tag and cut:
-            tag = ""
-        if (spaces and not self._after_call) or tag:
-            events.append(ContentDelta(("" if self._after_call else spaces) + tag))
+            if call is not None:
+                self._emit_call(call, events)
+            elif closing or not cut:
+                # A stray quote can hide a closing tag: what ends there is a broken block, and the rest is
+                # read once more, by tags alone.
+                self._reads_strings = False
+                self._emit(f"{_OPEN}{block}{closing}", events)
+                events += self.push(rest)
+            else:
+                return events
+        if not cut:
+            self._emit(self._held, events)
+        if self._spaces and not (cut and self._held):
+            events.append(ContentDelta("".join(self._spaces)))
         return events
 
     def _enter_content(self) -> None:
@@ -67,22 +77,17 @@ class HermesParser:
     def _push_content(self, text: str, events: list[ToolEvent]) -> str:
         seen = self._held + text
         start = seen.find(_OPEN)
-        if start >= 0:
-            self._held = ""
-            self._emit(seen[:start].rstrip(), events)
-            self._in_call = True
-            return seen[start + len(_OPEN) :]
-        sure = len(seen) - _tag_beginning(seen)
-        sure = len(seen[:sure].rstrip())
-        self._held = seen[sure:]
+        self._in_call = start >= 0
+        sure = start if self._in_call else len(seen) - _tag_beginning(seen)
         self._emit(seen[:sure], events)
-        return ""
+        self._held = "" if self._in_call else seen[sure:]
+        return seen[start + len(_OPEN) :] if self._in_call else ""
 
     def _push_call(self, text: str, events: list[ToolEvent]) -> str:
         for index, char in enumerate(text):
             if self._is_escaped:
                 self._is_escaped = False
-            elif char == '"':
+            elif char == '"' and self._reads_strings:
                 self._in_string = not self._in_string
             elif self._in_string:
                 self._is_escaped = char == "\\"
@@ -100,25 +105,28 @@ class HermesParser:
         if call is None:
             self._emit(f"{_OPEN}{body}{_CLOSE}", events)
         else:
-            events.append(call)
-            self._after_call = True
+            self._emit_call(call, events)
+
+    def _emit_call(self, call: ToolCall, events: list[ToolEvent]) -> None:
+        events.append(call)
+        self._after_call = True
+        self._spaces.clear()
 
     def _emit(self, text: str, events: list[ToolEvent]) -> None:
         if self._after_call:
             text = text.lstrip()
-        if text:
-            events.append(ContentDelta(text))
+        kept = text.rstrip()
+        if kept:
+            events.append(ContentDelta("".join(self._spaces) + kept))
+            self._spaces.clear()
             self._after_call = False
+        if len(kept) < len(text):
+            self._spaces.append(text[len(kept) :])
 
 
 def _tag_beginning(text: str) -> int:
     """Length of the longest end of ``text`` that begins the opening tag."""
     return next((n for n in range(min(len(_OPEN) - 1, len(text)), 0, -1) if text.endswith(_OPEN[:n])), 0)
-
-
-def _split_spaces(held: str) -> tuple[str, str]:
-    tag = held.lstrip()
-    return held[: len(held) - len(tag)], tag
 
 
 def _read_call(body: str) -> ToolCall | None:

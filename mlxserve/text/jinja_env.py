@@ -4,7 +4,7 @@ that the Hugging Face template format defines."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from typing import Any
 
@@ -48,13 +48,34 @@ def _tojson(
 ) -> str:
     """Plain JSON, unlike Jinja's own filter, which escapes for HTML."""
     return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+        default=_listed,
     )
 
 
+def _listed(value: object) -> list[Any]:
+    """``map`` and its kin give iterators."""
+    if isinstance(value, Iterator):
+        return list(value)
+    raise TypeError(f"{type(value).__name__} cannot be written as JSON")
+
+
+class _ChatEnvironment(ImmutableSandboxedEnvironment):
+    """Immutable but for queues: some published templates append to lists of their own and pop from them."""
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        return (isinstance(obj, list) and attr in ("append", "pop")) or super().is_safe_attribute(
+            obj, attr, value
+        )
+
+
 def chat_environment() -> ImmutableSandboxedEnvironment:
-    """A fresh environment. Templates cannot change what they are given, nor reach Python's internals."""
-    environment = ImmutableSandboxedEnvironment(
+    """A fresh environment. Templates cannot reach Python's internals; what they are given must be a copy."""
+    environment = _ChatEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[GenerationBlock, "jinja2.ext.loopcontrols"],

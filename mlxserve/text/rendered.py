@@ -17,7 +17,6 @@ from typing import Any
 from mlxserve.errors import InvalidRequestError
 
 _PRIVATE_USE = range(0xE000, 0xF8FF)
-_UNMARKED_KEYS = frozenset({"role", "type"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +76,13 @@ class Marks:
         return cls(controls, free[0], free[1])
 
     def mark(self, value: Any) -> Any:
-        """A copy of ``value`` with each control text in its strings enclosed; roles and types are not
-        the user's words and stay."""
+        """A copy of ``value`` with each control text in its strings, keys included, enclosed."""
         if isinstance(value, str):
             if self.controls.pattern is None:
                 return value
             return self.controls.pattern.sub(lambda m: f"{self.opening}{m[0]}{self.closing}", value)
         if isinstance(value, Mapping):
-            return {
-                self.mark(key): item if key in _UNMARKED_KEYS else self.mark(item)
-                for key, item in value.items()
-            }
+            return {self.mark(key): self.mark(item) for key, item in value.items()}
         if isinstance(value, Sequence):
             return [self.mark(item) for item in value]
         return value
@@ -139,8 +134,7 @@ def _strings(value: object) -> Iterator[str]:
     elif isinstance(value, Mapping):
         for key, item in value.items():
             yield from _strings(key)
-            if key not in _UNMARKED_KEYS:
-                yield from _strings(item)
+            yield from _strings(item)
     elif isinstance(value, Sequence) and not isinstance(value, bytes):
         for item in value:
             yield from _strings(item)

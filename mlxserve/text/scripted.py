@@ -150,7 +150,7 @@ class _Reader:
             except (OSError, UnicodeDecodeError) as error:
                 raise self._error(
                     "template.file", f"cannot read {name}: {getattr(error, 'strerror', None) or error}"
-                )
+                ) from None
         if not isinstance(value, str):
             raise self._error("template", f'must be a string or {{"file": …}}, not {_shown(value)}')
         if value in BUILTIN_TEMPLATES:
@@ -167,7 +167,7 @@ class _Reader:
                 source, bos_token=BOS_TEXT, eos_token=EOS_TEXT, control_tokens=tokenizer.control_tokens
             )
         except ModelLoadError as error:
-            raise self._error("template", str(error))
+            raise self._error("template", str(error)) from None
 
     def _format(
         self, spec: Mapping[str, Any], key: str, known: tuple[str, ...], supported: tuple[str, ...]
@@ -249,7 +249,7 @@ class _Reader:
         try:
             return text.encode()
         except UnicodeEncodeError:
-            raise self._error(place, "must not hold half of a surrogate pair")
+            raise self._error(place, "must not hold half of a surrogate pair") from None
 
     def _milliseconds(self, item: Mapping[str, Any], place: str, key: str) -> float:
         value = item.get(key, 0)

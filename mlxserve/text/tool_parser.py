@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 
 from mlxserve.errors import UsageError
@@ -18,6 +19,9 @@ __all__ = [
     "tool_parser_for",
 ]
 
+# The tag, then a JSON object; in the source of a template the newline and the quotes may be escaped.
+_HERMES_CALL = re.compile(r"""<tool_call>(?:\\n|\s)*\{\\?["']""")
+
 _PARSERS: Mapping[str, Callable[[], ToolParser]] = {"hermes": HermesParser}
 TOOL_FORMATS = tuple(_PARSERS)
 """Names that ``tool_parser_for`` takes."""
@@ -32,8 +36,6 @@ def tool_parser_for(format_name: str) -> ToolParser:
 
 def detect_tool_format(template_source: str) -> str | None:
     """The format in which a template itself writes calls; None when it writes none that can be read."""
-    if "<tool_call>" not in template_source or "<function=" in template_source:
-        return None
-    is_json = any(key in template_source for key in ('"name":', '"name\\":', "'name':"))
-    is_tagged = "<arg_key>" in template_source
-    return "hermes" if is_json and not is_tagged else None
+    if "<function=" not in template_source and _HERMES_CALL.search(template_source):
+        return "hermes"
+    return None
