@@ -21,6 +21,9 @@ def convert(
     source = source.expanduser()
     if not source.exists():
         raise ConversionError(f"{source}: no such file or folder")
+    if source.resolve().is_relative_to(output.expanduser().resolve()):
+        raise ConversionError(f"{output}: holds the source {source}, choose another output")
+    output = output.expanduser()
     if source.is_file():
         return import_gguf(source, output, options, on_progress)
     return convert_folder(source, output, options, on_progress)

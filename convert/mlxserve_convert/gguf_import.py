@@ -28,7 +28,15 @@ from mlxserve_convert.gguf_models import (
     target_name,
 )
 from mlxserve_convert.gguf_tokenizer import GGUFTokenizer, read_tokenizer
-from mlxserve_convert.options import ConvertOptions, ConvertReport, PlannedTensor, Progress
+from mlxserve_convert.mlx_arrays import fit_group_size, write_quantized
+from mlxserve_convert.options import (
+    DEFAULT_BITS,
+    DEFAULT_GROUP_SIZE,
+    ConvertOptions,
+    ConvertReport,
+    PlannedTensor,
+    Progress,
+)
 from mlxserve_convert.output_folder import OutputFolder, ShardedWriter, write_json
 from mlxserve_convert.verify import verify_folder
 
@@ -56,8 +64,7 @@ def import_gguf(
     """
     with GGUFFile(source) as file:
         plan = _make_plan(file, options)
-        scale_type = _FLOAT_NAMES[options.dtype or "float32"]
-        num_bytes = sum(_planned_bytes(tensor, scale_type, options) for tensor in plan.tensors)
+        num_bytes = sum(_planned_bytes(tensor, options) for tensor in plan.tensors)
         folder = OutputFolder(output, force=options.force)
         folder.check(num_bytes)
         warnings: list[str] = []
@@ -85,13 +92,12 @@ def import_gguf(
 def _make_plan(file: GGUFFile, options: ConvertOptions) -> _Plan:
     architecture = architecture_of(file)
     _check_types(file)
-    if options.bits is not None or options.group_size is not None:
-        _refuse_requantization(file)
+    bits, group_size = _quantization_wanted(file, options)
     reader = ConfigReader(file, architecture)
     config = reader.build()
     names = _target_names(file, config)
     tokenizer = read_tokenizer(file.metadata, file.path)
-    tensors = tuple(_planned(file.tensors[name], target) for name, target in names.items())
+    tensors = tuple(_planned(file.tensors[name], target, bits, group_size) for name, target in names.items())
     config |= _token_ids(tokenizer)
     quantization = _quantization(tensors)
     if quantization is not None:
@@ -118,12 +124,19 @@ def _check_types(file: GGUFFile) -> None:
         )
 
 
-def _refuse_requantization(file: GGUFFile) -> None:
-    kinds = {tensor.type_name for tensor in file.tensors.values() if len(tensor.shape) > 1}
-    raise ConversionError(
-        f"{file.path}: --bits and --group-size are not supported for GGUF files, which are imported exactly "
-        f"(this one holds {', '.join(sorted(kinds))}): leave these options out"
-    )
+def _quantization_wanted(file: GGUFFile, options: ConvertOptions) -> tuple[int | None, int]:
+    """Bits and group size for the float matrices; bits None keeps them. Only a file of floats can be
+    quantized: what is quantized already is never quantized twice."""
+    group_size = DEFAULT_GROUP_SIZE if options.group_size is None else options.group_size
+    if options.bits is None and options.group_size is None:
+        return None, group_size
+    kinds = {tensor.type_name for tensor in file.tensors.values() if tensor.type_name in QUANTIZED_BITS}
+    if kinds:
+        raise ConversionError(
+            f"{file.path}: is quantized already ({', '.join(sorted(kinds))}): --bits and --group-size are "
+            "for float sources, leave them out to import it exactly"
+        )
+    return DEFAULT_BITS if options.bits is None else options.bits, group_size
 
 
 def _target_names(file: GGUFFile, config: dict[str, Any]) -> dict[str, str]:
@@ -156,37 +169,43 @@ def _target_names(file: GGUFFile, config: dict[str, Any]) -> dict[str, str]:
     return names
 
 
-def _planned(tensor: GGUFTensor, target: str) -> PlannedTensor:
-    bits = QUANTIZED_BITS.get(tensor.type_name)
+def _planned(tensor: GGUFTensor, target: str, bits: int | None, group_size: int) -> PlannedTensor:
+    """``bits`` is for float matrices, None keeps them as floats."""
+    is_matrix = len(tensor.shape) > 1
+    own_bits: int | None = QUANTIZED_BITS.get(tensor.type_name)
+    group: int | None = None if own_bits is None else GROUP_SIZE
+    if own_bits is None and bits is not None and is_matrix:
+        group = fit_group_size(tensor.shape[-1], group_size)
+        own_bits = None if group is None else bits
     return PlannedTensor(
         name=target,
         shape=tensor.shape,
         source_type=tensor.type_name,
-        bits=bits,
-        group_size=None if bits is None else GROUP_SIZE,
-        is_matrix=len(tensor.shape) > 1,
+        bits=own_bits,
+        group_size=group,
+        is_matrix=is_matrix,
     )
 
 
-def _planned_bytes(tensor: PlannedTensor, scale_type: str, options: ConvertOptions) -> int:
-    scale_bytes = 4 if scale_type == "F32" else 2
-    if tensor.bits is not None:
-        return tensor.num_elements * tensor.bits // 8 + 2 * scale_bytes * (tensor.num_elements // GROUP_SIZE)
-    kind = tensor.source_type if options.dtype is None else scale_type
-    return tensor.num_elements * (4 if kind == "F32" else 2)
+def _planned_bytes(tensor: PlannedTensor, options: ConvertOptions) -> int:
+    kind = tensor.source_type if options.dtype is None else _FLOAT_NAMES[options.dtype]
+    width = 2 if kind in ("F16", "BF16") else 4
+    if tensor.bits is None or tensor.group_size is None:
+        return tensor.num_elements * width
+    return tensor.num_elements * tensor.bits // 8 + 2 * width * (tensor.num_elements // tensor.group_size)
 
 
 def _quantization(tensors: tuple[PlannedTensor, ...]) -> dict[str, Any] | None:
     """mlx-lm's form: defaults on top, an entry for each module that differs, false for one left alone."""
-    quantized = [tensor.bits for tensor in tensors if tensor.bits is not None]
-    if not quantized:
+    kinds = [(tensor.bits, tensor.group_size) for tensor in tensors if tensor.bits is not None]
+    if not kinds:
         return None
-    usual = max(sorted(set(quantized)), key=quantized.count)
-    quantization: dict[str, Any] = {"group_size": GROUP_SIZE, "bits": usual, "mode": "affine"}
+    usual = max(sorted(set(kinds)), key=kinds.count)
+    quantization: dict[str, Any] = {"group_size": usual[1], "bits": usual[0], "mode": "affine"}
     for tensor in tensors:
-        if tensor.is_matrix and tensor.bits != usual:
+        if tensor.is_matrix and (tensor.bits, tensor.group_size) != usual:
             module = tensor.name.removesuffix(".weight")
-            entry = {"group_size": GROUP_SIZE, "bits": tensor.bits, "mode": "affine"}
+            entry = {"group_size": tensor.group_size, "bits": tensor.bits, "mode": "affine"}
             quantization[module] = False if tensor.bits is None else entry
     return quantization
 
@@ -221,8 +240,8 @@ class _Writer:
         total = sum(self._file.tensors[name].num_bytes for name in self._plan.names)
         done = 0
         try:
-            for name, target in self._plan.names.items():
-                self._write_tensor(self._file.tensors[name], target)
+            for planned, (name, target) in zip(self._plan.tensors, self._plan.names.items(), strict=True):
+                self._write_tensor(self._file.tensors[name], planned)
                 done += self._file.tensors[name].num_bytes
                 if on_progress is not None:
                     on_progress(done, total, target)
@@ -231,16 +250,14 @@ class _Writer:
             self._shards.abandon()
         return self._shards.num_bytes
 
-    def _write_tensor(self, tensor: GGUFTensor, target: str) -> None:
+    def _write_tensor(self, tensor: GGUFTensor, planned: PlannedTensor) -> None:
         order = self._row_order(tensor)
         if tensor.type_name in FLOAT_TYPES:
             values = read_float(self._file, tensor)
-            self._add_floats(target, tensor.type_name, values if order is None else values[order])
+            self._add_floats(planned, values if order is None else values[order])
             return
         rows = read_affine(self._file, tensor)
-        self._add_affine(
-            target.removesuffix(".weight"), tensor, rows if order is None else rows.take_rows(order)
-        )
+        self._add_affine(planned, rows if order is None else rows.take_rows(order))
 
     def _row_order(self, tensor: GGUFTensor) -> np.ndarray[Any, np.dtype[np.int64]] | None:
         """Within each head the file holds rows 0, h/2, 1, h/2 + 1, …: the order that restores 0, 1, 2, …"""
@@ -250,40 +267,51 @@ class _Writer:
         rows = tensor.shape[0]
         return np.arange(rows).reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).reshape(-1)
 
-    def _add_affine(self, module: str, tensor: GGUFTensor, rows: AffineRows) -> None:
-        self._shards.add(f"{module}.weight", "U32", rows.weight.shape, rows.weight)
-        for suffix, values in (("scales", rows.scales), ("biases", rows.biases)):
-            kept = self._exact_cast(values, tensor) if self._dtype == "float16" else values
-            if self._dtype == "bfloat16":
-                raise ConversionError(
-                    f"{self._file.path}: --dtype bfloat16 cannot hold the scales of {tensor.name!r} exactly, "
-                    "use float16 or float32"
-                )
-            self._shards.add(
-                f"{module}.{suffix}", "F32" if kept.dtype == np.float32 else "F16", kept.shape, kept
+    def _add_affine(self, planned: PlannedTensor, rows: AffineRows) -> None:
+        module = planned.name.removesuffix(".weight")
+        self._shards.add(planned.name, "U32", rows.weight.shape, rows.weight)
+        if self._dtype == "bfloat16":
+            raise ConversionError(
+                f"{self._file.path}: --dtype bfloat16 cannot hold the scales of {planned.name} exactly, "
+                "use float16 or float32"
             )
+        for suffix, values in (("scales", rows.scales), ("biases", rows.biases)):
+            if self._dtype == "float16":
+                halves = self._exact_cast(values, planned)
+                self._shards.add(f"{module}.{suffix}", "F16", halves.shape, halves)
+            else:
+                self._shards.add(f"{module}.{suffix}", "F32", values.shape, values)
 
-    def _exact_cast(self, values: np.ndarray[Any, Any], tensor: GGUFTensor) -> np.ndarray[Any, Any]:
+    def _exact_cast(self, values: np.ndarray[Any, Any], planned: PlannedTensor) -> np.ndarray[Any, Any]:
         with np.errstate(over="ignore"):
             halves = values.astype(np.float16)
         changed = int(np.count_nonzero(halves.astype(np.float32) != values))
         if changed:
             raise ConversionError(
-                f"{self._file.path}: --dtype float16 would change {changed} scales of {tensor.name!r}, "
+                f"{self._file.path}: --dtype float16 would change {changed} scales of {planned.name}, "
                 "use float32"
             )
         return halves
 
-    def _add_floats(self, target: str, kind: str, values: np.ndarray[Any, Any]) -> None:
+    def _add_floats(self, planned: PlannedTensor, values: np.ndarray[Any, Any]) -> None:
+        kind = planned.source_type
         wanted = kind if self._dtype is None else _FLOAT_NAMES[self._dtype]
         if wanted != kind:
             values = _cast_floats(values, kind, wanted)
             if wanted == "F16" and not np.isfinite(values).all():
                 raise ConversionError(
                     f"{self._file.path}: --dtype float16 cannot hold {int((~np.isfinite(values)).sum())} "
-                    f"values of {target}, use bfloat16 or float32"
+                    f"values of {planned.name}, use bfloat16 or float32"
                 )
-        self._shards.add(target, wanted, values.shape, np.ascontiguousarray(values))
+        values = np.ascontiguousarray(values)
+        if planned.bits is None or planned.group_size is None:
+            self._shards.add(planned.name, wanted, values.shape, values)
+            return
+        import mlx.core as mx
+
+        array = mx.array(values)
+        array = array.view(mx.bfloat16) if wanted == "BF16" else array
+        write_quantized(self._shards, planned.name, array, planned.group_size, planned.bits)
 
 
 def _cast_floats(values: np.ndarray[Any, Any], kind: str, wanted: str) -> np.ndarray[Any, Any]:

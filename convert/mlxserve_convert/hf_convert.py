@@ -13,10 +13,10 @@ import numpy as np
 from mlxserve.errors import ConversionError
 from mlxserve_convert.architectures import build_model
 from mlxserve_convert.hf_folder import SourceFolder, open_folder
+from mlxserve_convert.mlx_arrays import fit_group_size, write_array, write_quantized
 from mlxserve_convert.options import (
     DEFAULT_BITS,
     DEFAULT_GROUP_SIZE,
-    GROUP_SIZES,
     ConvertOptions,
     ConvertReport,
     PlannedTensor,
@@ -31,26 +31,7 @@ _HEAD = "lm_head.weight"
 _EMBEDDING = "embed_tokens.weight"
 _OLD_ROPE_BUFFER = "rotary_emb.inv_freq"
 _QUANTIZATION_KEYS = ("quantization", "quantization_config", "compression_config")
-_SAFETENSORS_NAMES = {
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "uint32": "U32",
-    "int32": "I32",
-    "uint8": "U8",
-    "int8": "I8",
-    "int64": "I64",
-    "uint16": "U16",
-}
-
 Quantization = dict[str, Any]
-
-
-def fit_group_size(columns: int, limit: int) -> int | None:
-    """The largest possible group of at most ``limit`` that divides the columns, None if none does."""
-    return next(
-        (size for size in sorted(GROUP_SIZES, reverse=True) if size <= limit and columns % size == 0), None
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,18 +268,12 @@ class _Writer:
         return self._shards.num_bytes
 
     def _write_tensor(self, tensor: PlannedTensor, array: Any) -> None:
-        import mlx.core as mx
-
         array = self._cast(tensor, array)
         if tensor.bits is None:
-            self._add(tensor.name, array)
+            write_array(self._shards, tensor.name, array)
             return
-        weight, scales, biases = mx.quantize(array, group_size=tensor.group_size, bits=tensor.bits)
-        del array
-        module = tensor.name.removesuffix(".weight")
-        self._add(tensor.name, weight)
-        self._add(f"{module}.scales", scales)
-        self._add(f"{module}.biases", biases)
+        assert tensor.group_size is not None
+        write_quantized(self._shards, tensor.name, array, tensor.group_size, tensor.bits)
 
     def _cast(self, tensor: PlannedTensor, array: Any) -> Any:
         """To the wanted dtype, except for a tensor with values that float16 has no room for."""
@@ -316,12 +291,3 @@ class _Writer:
                 )
                 return array
         return array.astype(getattr(mx, self._dtype))
-
-    def _add(self, name: str, array: Any) -> None:
-        import mlx.core as mx
-
-        mx.eval(array)
-        dtype = _SAFETENSORS_NAMES[str(array.dtype).removeprefix("mlx.core.")]
-        # numpy has no bfloat16: its bits travel as uint16.
-        plain = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
-        self._shards.add(name, dtype, tuple(array.shape), np.array(plain, copy=False))

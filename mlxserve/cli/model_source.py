@@ -72,7 +72,8 @@ def _imported(gguf: Path, *, console: Console) -> Path:
 def conversion_progress(console: Console, title: str) -> Iterator[OnProgress]:
     """A progress bar on ``console``, as the callback that ``convert`` takes."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    is_hidden = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=is_hidden) as progress:
         task = progress.add_task(title, total=None)
 
         def update(done: int, total: int, name: str) -> None:

@@ -85,6 +85,25 @@ def test_mixed_types_get_an_entry_for_each_module_that_differs(tmp_path: Path) -
     assert all(np.array_equal(found[name], held[name]) for name in held)
 
 
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.BF16])
+def test_a_file_of_floats_can_be_quantized(tmp_path: Path, kind: Kind) -> None:
+    config = {**LLAMA, "hidden_size": 96}
+    held = write_gguf(tmp_path / "tiny.gguf", config, random_weights(config), kind)
+    report = convert(tmp_path / "tiny.gguf", tmp_path / "out", ConvertOptions(bits=8, group_size=64))
+    dtypes = {Kind.F32: mx.float32, Kind.F16: mx.float16, Kind.BF16: mx.bfloat16}
+    arrays = mx.load(str(tmp_path / "out" / "model.safetensors"))
+    expected = mx.quantize(mx.array(held["lm_head.weight"]).astype(dtypes[kind]), group_size=32, bits=8)
+    for part, values in zip(("weight", "scales", "biases"), expected, strict=True):
+        assert mx.array_equal(arrays[f"lm_head.{part}"], values)
+    quantization = json.loads((tmp_path / "out" / "config.json").read_text())["quantization"]
+    assert quantization["model.layers.0.self_attn.o_proj"]["group_size"] == 64
+    assert report.unquantized_matrices == ()
+    model, _ = load_model(tmp_path / "out")
+    reference = logits(reference_model(config, held), TOKENS)
+    # A random model amplifies the rounding; rows in a wrong order would give a difference of about 1.
+    assert np.abs(logits(model, TOKENS) - reference).max() < 0.25 * np.abs(reference).max()
+
+
 @pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q8_0])
 def test_scales_near_the_float16_limit_stay_exact(tmp_path: Path, kind: Kind) -> None:
     # -128 d overflows float16 here, d itself does not.

@@ -13,6 +13,7 @@ from mlx_lm.utils import load_model
 
 from mlxserve.errors import ConversionError, UnsupportedModelError, UsageError
 from mlxserve_convert import ConvertOptions, ConvertReport, convert, hf_convert
+from mlxserve_convert.mlx_arrays import fit_group_size
 from mlxserve_convert.output_folder import ShardedWriter
 from tests.convert.checkpoints import (
     LLAMA,
@@ -113,10 +114,10 @@ CASE_23 = {
 
 def test_group_size_is_the_largest_that_divides_the_columns() -> None:
     for name, (columns, expected) in CASE_23.items():
-        assert hf_convert.fit_group_size(columns, 64) == expected, name
-    assert hf_convert.fit_group_size(128, 128) == 128
-    assert hf_convert.fit_group_size(128, 32) == 32
-    assert hf_convert.fit_group_size(96, 128) == 32
+        assert fit_group_size(columns, 64) == expected, name
+    assert fit_group_size(128, 128) == 128
+    assert fit_group_size(128, 32) == 32
+    assert fit_group_size(96, 128) == 32
 
 
 def test_matrices_that_no_group_divides_stay_and_are_listed(tmp_path: Path) -> None:

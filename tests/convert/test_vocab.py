@@ -19,6 +19,10 @@ LOSSLESS = ("gpt-2", "llama-spm", "phi-3")
 """deepseek-coder has tokens such as "À" that stand for a byte and for a letter; refact lacks some bytes."""
 SEPARATOR = "\n__ggml_vocab_test__\n"
 
+CHARACTERS = st.sampled_from("aBé1 \t\n\r日ſ🚀.,'\"s\u0301\u0000\u200b\u2028नि_") | st.characters(
+    codec="utf-8"
+)
+
 _cache: dict[str, Tokenizer] = {}
 
 
