@@ -59,9 +59,9 @@ def run(environment: dict[str, str], tmp_path: Path) -> Callable[..., Result]:
 class Process:
     """A running command whose stderr is read line by line."""
 
-    def __init__(self, arguments: tuple[str, ...], environment: dict[str, str], folder: Path) -> None:
+    def __init__(self, command: list[str], environment: dict[str, str], folder: Path) -> None:
         self.popen = subprocess.Popen(
-            [*COMMAND, *arguments],
+            command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -100,26 +100,43 @@ class Process:
             self.lines.append(line)
         return code
 
+    def close(self) -> None:
+        if self.popen.poll() is None:
+            self.popen.kill()
+        self.popen.wait(timeout=WAIT_S)
+        self._reader.join(timeout=WAIT_S)
+        for pipe in (self.popen.stdout, self.popen.stderr):
+            assert pipe is not None
+            pipe.close()
 
-@pytest.fixture
-def start(environment: dict[str, str], tmp_path: Path) -> Iterator[Callable[..., Process]]:
-    """Start commands; whatever still runs at the end of the test is killed."""
-    started: list[Process] = []
 
-    def start_command(*arguments: str) -> Process:
-        process = Process(arguments, environment, tmp_path)
-        started.append(process)
+class Starter:
+    """Starts commands, and Python code that needs a process of its own."""
+
+    def __init__(self, environment: dict[str, str], folder: Path) -> None:
+        self._environment = environment
+        self._folder = folder
+        self.started: list[Process] = []
+
+    def __call__(self, *arguments: str) -> Process:
+        return self._start([*COMMAND, *arguments])
+
+    def python(self, code: str, *arguments: str) -> Process:
+        return self._start([sys.executable, "-c", code, *arguments])
+
+    def _start(self, command: list[str]) -> Process:
+        process = Process(command, self._environment, self._folder)
+        self.started.append(process)
         return process
 
-    yield start_command
-    for process in started:
-        if process.popen.poll() is None:
-            process.popen.kill()
-        process.popen.wait(timeout=WAIT_S)
-        for pipe in (process.popen.stdout, process.popen.stderr):
-            assert pipe is not None
-            process._reader.join(timeout=WAIT_S)
-            pipe.close()
+
+@pytest.fixture
+def start(environment: dict[str, str], tmp_path: Path) -> Iterator[Starter]:
+    """Whatever still runs at the end of the test is killed."""
+    starter = Starter(environment, tmp_path)
+    yield starter
+    for process in starter.started:
+        process.close()
 
 
 @pytest.fixture

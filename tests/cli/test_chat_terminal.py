@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import select
@@ -35,15 +36,28 @@ class Terminal:
         os.close(slave)
         self._unread = ""
 
-    def read_until(self, text: str) -> str:
-        """Everything up to and including ``text``."""
-        deadline = time.monotonic() + WAIT_S
+    def read_until(self, text: str, timeout: float = WAIT_S) -> str:
+        """Everything up to and including ``text``; TimeoutError when it does not come."""
+        deadline = time.monotonic() + timeout
         while text not in self._unread:
             ready, _, _ = select.select([self.master], [], [], max(0.0, deadline - time.monotonic()))
-            assert ready, f"no {text!r} in {self._unread!r}"
-            self._unread += os.read(self.master, 4096).decode()
+            if not ready:
+                raise TimeoutError(f"no {text!r} in {self._unread!r}")
+            try:
+                self._unread += os.read(self.master, 4096).decode()
+            except OSError as error:
+                raise AssertionError(f"the command ended after {self._unread!r}") from error
         seen, _, self._unread = self._unread.partition(text)
         return seen + text
+
+    def interrupt_prompt(self) -> None:
+        """Ctrl-C until a new prompt comes: readline misses a signal just before it begins to wait."""
+        for _ in range(60):
+            self.popen.send_signal(signal.SIGINT)
+            with contextlib.suppress(TimeoutError):
+                self.read_until("> ", timeout=1)
+                return
+        raise AssertionError("Ctrl-C at the prompt gave no new one")
 
     def type(self, keys: str) -> None:
         os.write(self.master, keys.encode())
@@ -82,7 +96,6 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_leaves(
     terminal.type("capital?\n")
     assert "Lima" in terminal.read_until("new tokens")
     terminal.read_until("> ")
-    terminal.popen.send_signal(signal.SIGINT)
-    terminal.read_until("> ")
+    terminal.interrupt_prompt()
     terminal.type("\x04")
     assert terminal.popen.wait(timeout=WAIT_S) == 0

@@ -8,10 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.cli.conftest import Process, Result
+from tests.cli.conftest import Result, Starter
 
 Run = Callable[..., Result]
-Start = Callable[..., Process]
 Script = Callable[..., str]
 
 TOWN: list[dict[str, object]] = [
@@ -94,7 +93,7 @@ def test_a_prompt_over_the_context_states_both_numbers(run: Run, script: Script)
     assert result == Result(1, "", "error: the prompt of 200 tokens does not fit the context of 128 tokens\n")
 
 
-def test_ctrl_c_stops_with_130_and_no_traceback(start: Start, script: Script) -> None:
+def test_ctrl_c_stops_with_130_and_no_traceback(start: Starter, script: Script) -> None:
     name = script([{"match": "", "pieces": ["a"], "end": "run", "delay_ms": 20}])
     process = start("generate", name, "--prompt", "x")
     assert process.popen.stdout is not None

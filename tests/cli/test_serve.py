@@ -13,10 +13,9 @@ import pytest
 
 from mlxserve.cli.listening import base_url, bind_sockets, close_sockets, is_reachable_from_network
 from mlxserve.errors import PortUnavailableError, UsageError
-from tests.cli.conftest import Process, Result
+from tests.cli.conftest import Result, Starter
 
 Run = Callable[..., Result]
-Start = Callable[..., Process]
 Script = Callable[..., str]
 
 READY = r"Ready at http://127\.0\.0\.1:(\d+)/v1"
@@ -59,7 +58,7 @@ def busy_port() -> Iterator[int]:
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_streams_frees_the_port_and_exits_0(
-    start: Start, script: Script, signum: signal.Signals
+    start: Starter, script: Script, signum: signal.Signals
 ) -> None:
     server = start("serve", script(SLOW), "--port", "0")
     port = int(server.wait_for(READY)[1])
@@ -76,7 +75,7 @@ def test_a_signal_ends_streams_frees_the_port_and_exits_0(
     assert not any("Traceback" in line for line in server.lines)
 
 
-def test_a_signal_without_requests_exits_0(start: Start, script: Script) -> None:
+def test_a_signal_without_requests_exits_0(start: Starter, script: Script) -> None:
     server = start("serve", script(QUICK), "--port", "0")
     port = int(server.wait_for(READY)[1])
     server.signal(signal.SIGINT)
@@ -84,7 +83,7 @@ def test_a_signal_without_requests_exits_0(start: Start, script: Script) -> None
     assert is_free(port)
 
 
-def test_many_streams_and_waiting_requests_all_end(start: Start, script: Script) -> None:
+def test_many_streams_and_waiting_requests_all_end(start: Starter, script: Script) -> None:
     server = start("serve", script(SLOW), "--port", "0", "--parallel", "2")
     port = int(server.wait_for(READY)[1])
     bodies: list[bytes] = []
@@ -108,7 +107,7 @@ def test_many_streams_and_waiting_requests_all_end(start: Start, script: Script)
     assert server.end() == 0
 
 
-def test_models_are_served_side_by_side(start: Start, script: Script) -> None:
+def test_models_are_served_side_by_side(start: Starter, script: Script) -> None:
     other: list[dict[str, object]] = [{"match": "", "pieces": ["Lima"], "end": "eos"}]
     server = start("serve", script(QUICK), script(other, name="second"), "--port", "0")
     port = int(server.wait_for(READY)[1])
@@ -123,7 +122,7 @@ def test_models_are_served_side_by_side(start: Start, script: Script) -> None:
     assert any("second" in line for line in server.lines)
 
 
-def test_the_key_is_asked_for(start: Start, script: Script) -> None:
+def test_the_key_is_asked_for(start: Starter, script: Script) -> None:
     server = start("serve", script(QUICK), "--port", "0", "--api-key", "secret")
     port = int(server.wait_for(READY)[1])
     for headers, status in (({}, 401), ({"Authorization": "Bearer secret"}, 200)):
@@ -135,7 +134,7 @@ def test_the_key_is_asked_for(start: Start, script: Script) -> None:
     assert server.end() == 0
 
 
-def test_max_context_is_what_clients_are_held_to(start: Start, script: Script) -> None:
+def test_max_context_is_what_clients_are_held_to(start: Starter, script: Script) -> None:
     server = start("serve", script(QUICK), "--port", "0", "--max-context", "64")
     port = int(server.wait_for(READY)[1])
     response = post(port, {"model": "echo", "messages": [{"role": "user", "content": "x" * 100}]})
@@ -149,7 +148,7 @@ def test_max_context_is_what_clients_are_held_to(start: Start, script: Script) -
 
 @pytest.mark.parametrize(("options", "warns"), [([], True), (["--api-key", "k"], False)])
 def test_a_server_open_to_the_network_without_a_key_warns(
-    start: Start, script: Script, options: list[str], warns: bool
+    start: Starter, script: Script, options: list[str], warns: bool
 ) -> None:
     server = start("serve", script(QUICK), "--port", "0", "--host", "0.0.0.0", *options)
     server.wait_for(READY)
