@@ -1,0 +1,69 @@
+"""Which implementation runs. Reads three environment variables, once, at the first use of a kernel:
+
+MLXSERVE_KERNELS    reference | cpu       default: cpu where the extension exists and mlx computes on the CPU
+MLXSERVE_THREADS    1 to 1024             default: the number of CPUs that this process may use
+MLXSERVE_CPU_ISA    portable | avx2 | avx512      default: the best that this CPU has
+
+A wrong value raises ValueError with the variable, the value and what is possible.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+
+IMPLEMENTATIONS = ("reference", "cpu")
+MAX_THREADS = 1024
+
+
+@cache
+def extension() -> Any | None:
+    """The configured C++ extension, or None where ``reference`` runs."""
+    wanted = os.environ.get("MLXSERVE_KERNELS")
+    if wanted is not None and wanted not in IMPLEMENTATIONS:
+        raise ValueError(f"MLXSERVE_KERNELS must be one of {', '.join(IMPLEMENTATIONS)}, got {wanted!r}")
+    threads, isa = num_threads(), os.environ.get("MLXSERVE_CPU_ISA")
+    if wanted == "reference" or (wanted is None and mx.default_device() != mx.Device(mx.cpu)):
+        return None
+    module = _import_extension()
+    if module is None:
+        if wanted == "cpu":
+            raise ValueError("MLXSERVE_KERNELS is cpu, but this installation has no C++ extension")
+        return None
+    if isa is not None and isa not in module.available_isas():
+        raise ValueError(
+            f"MLXSERVE_CPU_ISA must be one of {', '.join(module.available_isas())} on this CPU, got {isa!r}"
+        )
+    module.configure(threads, isa or module.available_isas()[-1])
+    return module
+
+
+@cache
+def num_threads() -> int:
+    """Threads of the CPU kernels, the calling one included."""
+    value = os.environ.get("MLXSERVE_THREADS")
+    if value is None:
+        return min(_usable_cpus(), MAX_THREADS)
+    if not value.isascii() or not value.isdigit() or not 1 <= int(value) <= MAX_THREADS:
+        raise ValueError(f"MLXSERVE_THREADS must be a whole number from 1 to {MAX_THREADS}, got {value!r}")
+    return int(value)
+
+
+def _usable_cpus() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _import_extension() -> Any | None:
+    name = f"{__package__}._cpu"
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        return None
