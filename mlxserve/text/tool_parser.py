@@ -19,8 +19,9 @@ __all__ = [
     "tool_parser_for",
 ]
 
-# The tag, then a JSON object; in the source of a template the newline and the quotes may be escaped.
-_HERMES_CALL = re.compile(r"""<tool_call>(?:\\n|\s)*\{\\?["']""")
+# The tag, then a JSON object. In the source of a template the newline and the quotes may be escaped, and an
+# expression may end and another begin in between.
+_HERMES_CALL = re.compile(r"""<tool_call>(?:\\n|\s|["'+~-]|\{\{|\}\})*\{\\?["']""")
 
 _PARSERS: Mapping[str, Callable[[], ToolParser]] = {"hermes": HermesParser}
 TOOL_FORMATS = tuple(_PARSERS)
