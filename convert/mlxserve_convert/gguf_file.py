@@ -137,7 +137,10 @@ class _Parser:
 
     def _string(self, what: str) -> str:
         raw = self._take(self._scalar("Q", what), what)
-        return raw.decode("utf-8", errors="surrogateescape")
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ConversionError(f"{self._path}: {what} holds text that is not UTF-8") from error
 
     def read_metadata(self) -> dict[str, Any]:
         metadata: dict[str, Any] = {}

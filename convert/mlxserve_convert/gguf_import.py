@@ -97,6 +97,11 @@ def _make_plan(file: GGUFFile, options: ConvertOptions) -> _Plan:
     config = reader.build()
     names = _target_names(file, config)
     tokenizer = read_tokenizer(file.metadata, file.path)
+    if tokenizer.num_tokens > config["vocab_size"]:
+        raise ConversionError(
+            f"{file.path}: the tokenizer has {tokenizer.num_tokens} tokens, the embedding only "
+            f"{config['vocab_size']} rows"
+        )
     tensors = tuple(_planned(file.tensors[name], target, bits, group_size) for name, target in names.items())
     config |= _token_ids(tokenizer)
     quantization = _quantization(tensors)

@@ -151,7 +151,8 @@ class _Reader:
         pre = PRE_TOKENIZERS.get(name) if isinstance(name, str) else None
         if pre is None:
             known = ", ".join(sorted(PRE_TOKENIZERS))
-            raise ConversionError(f"{self._path}: pre-tokenizer {name!r} is not known, only: {known}")
+            found = "no pre-tokenizer is named" if name is None else f"pre-tokenizer {name!r} is not known"
+            raise ConversionError(f"{self._path}: {found} (tokenizer.ggml.pre), only: {known}")
         vocabulary = self._vocabulary()
         merges = [self._merge(merge, vocabulary) for merge in self._get("merges") or ()]
         if not merges:

@@ -78,6 +78,8 @@ def convert_folder(
 def _make_plan(folder: SourceFolder, options: ConvertOptions) -> _Plan:
     warnings: list[str] = []
     config = {key: value for key, value in folder.config.items() if key not in _QUANTIZATION_KEYS}
+    if not (folder.path / "tokenizer.json").is_file():
+        warnings.append(f"{folder.path} has no tokenizer.json, the result cannot be served without one")
     _settle_head(folder, config, warnings)
     model = build_model(config, folder.path)
     weights = _sanitized(folder, model)

@@ -35,7 +35,7 @@ def verify_folder(folder: Path, num_bytes: int) -> str:
         tokens = mx.array([[index * step % vocabulary for index in range(_TOKENS)]])
         logits = model(tokens)
         is_finite = bool(mx.all(mx.isfinite(logits)))
-    except (ValueError, TypeError, KeyError, RuntimeError, FileNotFoundError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, FileNotFoundError) as error:
         reason = str(error).replace("\n", " ")
         raise ConversionError(f"the result does not load in mlx-lm: {reason[:300]}") from error
     if not is_finite:
