@@ -1,0 +1,80 @@
+// The border between the MLX primitives and the kernels, which are compiled once for each instruction set.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace mlxserve {
+
+enum class Format { float32, float16, bfloat16, affine4, affine8 };
+
+// A matrix of N rows and K columns, row-major; scales and biases of affine formats are [N, K / group].
+struct Weight {
+  Format format;
+  long n, k;
+  const void* data;
+  long group;
+  Format scale_format;
+  const void* scales;
+  const void* biases;
+};
+
+// A rectangle of y[M, N] = x[M, K] @ w[N, K]^T to compute; y has ld columns.
+struct MatmulTile {
+  const float* x;
+  float* y;
+  long ld;
+  long row_begin, row_end;
+  long col_begin, col_end;
+};
+
+struct Attention {
+  const float* q;
+  const void* keys;
+  const void* values;
+  Format format;
+  const int* block_tables;
+  long max_pages;
+  long heads, kv_heads, page, dim, value_dim;
+  float scale;
+  long window;    // 0: none
+  float softcap;  // 0: none
+  const float* sinks;
+  float* out;
+};
+
+// Some rows of one sequence and one kv head. Row i sees the positions up to first_position + i.
+struct AttentionItem {
+  long sequence, kv_head;
+  long row_begin, num_rows;
+  long first_position;
+};
+
+constexpr long kSplit = 512;  // keys, in absolute positions, that one partial result covers
+constexpr long kMaxDirectRows = 8;
+
+// What one instruction set offers. No function throws or allocates; scratch is given by the caller.
+struct Kernels {
+  const char* name;
+  long row_tile;    // packed rows come in multiples of this
+  long panel_cols;  // columns of a panel
+  // Few rows (at most kMaxDirectRows): weights are dequantized in registers.
+  void (*matmul_direct)(const Weight&, const MatmulTile&);
+  // Many rows: x is packed once, then each panel of weights is dequantized once for all rows of the tile.
+  std::size_t (*packed_floats)(long rows, long k);
+  void (*pack)(const float* x, long rows, long k, float* packed);
+  std::size_t (*panel_floats)(long k);
+  void (*matmul_panel)(const Weight&, const MatmulTile&, const float* packed, float* panel);
+
+  void (*rms_norm)(const float* x, const void* weight, Format format, float eps, long rows, long k, float* y);
+  void (*silu_mul)(const float* gate, const float* up, float* y, long begin, long end);
+
+  std::size_t (*attention_scratch_floats)(const Attention&, long max_rows);
+  std::size_t (*partial_floats)(const Attention&, long rows);
+  // One split of an item into `partial`; all of it into the output.
+  void (*attend_split)(const Attention&, const AttentionItem&, long split, float* partial, float* scratch);
+  void (*attend_merge)(const Attention&, const AttentionItem&, const float* partials, float* scratch);
+  void (*attend_whole)(const Attention&, const AttentionItem&, float* scratch);
+};
+
+}  // namespace mlxserve
