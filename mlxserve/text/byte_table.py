@@ -7,10 +7,10 @@ themselves, the other 68 bytes for U+0100 onwards); SentencePiece's ``▁`` and 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from tokenizers import Tokenizer as HfTokenizer
+from tokenizers import AddedToken
 
 from mlxserve.text.detokenizer import ByteTable
 
@@ -21,22 +21,22 @@ TokenBytes = Callable[[str], bytes]
 
 
 def build_byte_table(
-    tokenizer: HfTokenizer, decoder: object, control_ids: Collection[int]
+    vocabulary: Mapping[str, int],
+    added: Mapping[int, AddedToken],
+    decoder: object,
 ) -> ByteTable | None:
-    """None when this decoder does more than join bytes."""
+    """``vocabulary`` includes the ``added`` tokens. None when this decoder does more than join bytes."""
     reading = _reading(decoder)
     if reading is None:
         return None
     to_bytes, leading = reading
-    vocabulary = {token_id: token for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items()}
-    table = [b""] * (max(vocabulary, default=-1) + 1)
-    for token_id, token in vocabulary.items():
+    table = [b""] * (max(vocabulary.values(), default=-1) + 1)
+    for token, token_id in vocabulary.items():
         table[token_id] = to_bytes(token)
-    for token_id, added in tokenizer.get_added_tokens_decoder().items():
+    for token_id, entry in added.items():
         # Added tokens are plain text in every format, never in the byte alphabet.
-        table[token_id] = added.content.encode() if to_bytes is _byte_level else _pieces(added.content)
-    for token_id in control_ids:
-        table[token_id] = b""
+        data = entry.content.encode() if to_bytes is _byte_level else _pieces(entry.content)
+        table[token_id] = b"" if entry.special else data
     return ByteTable(table, leading)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 
 from tokenizers import Tokenizer as HfTokenizer
@@ -14,7 +13,6 @@ from mlxserve.errors import ModelLoadError
 from mlxserve.text.byte_table import build_byte_table
 from mlxserve.text.detokenizer import (
     ByteDetokenizer,
-    ByteTable,
     Detokenizer,
     StreamDetokenizer,
     decode_with,
@@ -50,12 +48,10 @@ class FolderTokenizer:
 
     def __init__(self, folder: Path, tokenizer: HfTokenizer, decoder: object) -> None:
         self._tokenizer = tokenizer
-        self._decoder = decoder
-        self._controls = {
-            token_id: added.content
-            for token_id, added in tokenizer.get_added_tokens_decoder().items()
-            if added.special
-        }
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+        added = tokenizer.get_added_tokens_decoder()
+        self._table = build_byte_table(vocabulary, added, decoder)
+        self._controls = {token_id: token.content for token_id, token in added.items() if token.special}
         self._lock = threading.Lock()
         self._literal: LiteralTokenizer | None = None
         config = read_json_object(folder / "tokenizer_config.json")
@@ -64,11 +60,7 @@ class FolderTokenizer:
         self.bos_id = tokenizer.token_to_id(self.bos_text) if self.bos_text else None
         self.eos_ids = collect_eos_ids(folder, tokenizer, self._controls)
         self.control_tokens = frozenset(self._controls.values())
-        self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-
-    @cached_property
-    def _table(self) -> ByteTable | None:
-        return build_byte_table(self._tokenizer, self._decoder, self._controls.keys())
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """A raw prompt: control tokens in ``text`` are read as control tokens, as elsewhere in the field.

@@ -21,10 +21,12 @@ def arrangements(messages: Sequence[Message]) -> Iterator[list[Message]]:
     """The messages as they are, then ever stronger repairs, each different from those before."""
     seen: list[list[Message]] = []
     for arranged in _repairs(list(messages)):
-        for candidate in (arranged, with_mapped_arguments(arranged)):
-            if candidate not in seen:
-                seen.append(candidate)
-                yield candidate
+        if arranged not in seen:
+            seen.append(arranged)
+            yield arranged
+            mapped = with_mapped_arguments(arranged)
+            if mapped != arranged:
+                yield mapped
 
 
 def _repairs(messages: list[Message]) -> Iterator[list[Message]]:
