@@ -366,3 +366,18 @@ def test_experts_are_stacked_in_number_order_and_their_router_stays_wide(tmp_pat
     lacking = {name: values for name, values in weights.items() if "0.mlp.experts.2.up" not in name}
     with pytest.raises(ConversionError, match=r"layers\.0\.mlp\.experts\.2\.up_proj\.weight"):
         run(write_folder(tmp_path / "lacking", config, lacking), tmp_path / "no")
+
+
+def test_memory_holds_one_tensor_and_not_the_model(tmp_path: Path) -> None:
+    config = {**LLAMA, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 12}
+    weights = random_weights(config)
+    source = write_folder(tmp_path / "source", config, weights, num_shards=2)
+    total = sum(values.nbytes for values in weights.values())
+    del weights
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    run(source, tmp_path / "out", verify="never")
+    largest = 512 * 1024 * 4
+    assert total > 30 * largest
+    assert mx.get_peak_memory() - before < 8 * largest
