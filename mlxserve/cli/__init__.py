@@ -19,7 +19,7 @@ from mlxserve import __version__
 from mlxserve.config import is_debug
 from mlxserve.errors import MlxserveError, UsageError
 
-COMMANDS = ("serve", "chat", "generate", "convert", "pull", "list", "show", "rm")
+COMMANDS = ("serve", "chat", "generate", "convert", "pull", "list", "show", "rm", "bench")
 """Command names in the order of the help. ``mlxserve.cli.<name>`` holds ``<name>_command``, or, for a
 command with commands of its own, a ``typer.Typer`` named ``<name>_app``."""
 
