@@ -91,8 +91,8 @@ def bench_kv(name: str, *, history: int, new_tokens: int, repeat: int, as_json: 
         typer.echo(msgspec.json.encode(report).decode())
         return
     Console().print(
-        f"{source.id}: the first token of a conversation of {history} tokens comes after {cold:.2f} s, that of "
-        f"its next turn ({new_tokens} more) after {warm:.3f} s: {cold / warm:.1f} times sooner"
+        f"{source.id}: the first token of a conversation of {history} tokens comes after {cold:.2f} s, "
+        f"that of its next turn ({new_tokens} more) after {warm:.3f} s: {cold / warm:.1f} times sooner"
     )
 
 

@@ -111,7 +111,8 @@ class Scheduler:
     def schedule(self, now: float, prefill_budget: int | None = None) -> ScheduledBatch | None:
         """The next step, or None when no row is ready. ``prefill_budget`` bounds the prefill tokens
         of a step that decodes, too (pacing)."""
-        step = _Step(self._config.max_step_tokens)
+        # However many rows decode, a prefill gets on as well.
+        step = _Step(max(self._config.max_step_tokens, 2 * self._config.max_running))
         self._schedule_decodes(step, now)
         if step.rows and prefill_budget is not None:
             step.budget = min(step.budget, prefill_budget)
