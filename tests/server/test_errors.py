@@ -9,11 +9,12 @@ import pytest
 
 from mlxserve.errors import UsageError
 from mlxserve.server.app import create_app
-from tests.server.serving import CHAT, COMPLETIONS, reply, scripted, serving, user
+from tests.server.serving import CHAT, COMPLETIONS, Client, reply, scripted, serving, user
 
 OK = [reply("", ["fine"])]
 
 
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -81,9 +82,8 @@ OK = [reply("", ["fine"])]
         ({"top_a": 1}, "top_a"),
     ],
 )
-async def test_a_wrong_field_is_named(tmp_path: Path, fields: dict[str, Any], param: str) -> None:
-    async with serving(scripted(tmp_path, OK)) as api:
-        refused = await api.post(CHAT, {"model": "m", "messages": user("x"), **fields})
+async def test_a_wrong_field_is_named(shared_api: Client, fields: dict[str, Any], param: str) -> None:
+    refused = await shared_api.post(CHAT, {"model": "m", "messages": user("x"), **fields})
     assert refused.status == 400
     assert refused.error["type"] == "invalid_request_error"
     assert refused.error["param"] == param
@@ -136,16 +136,16 @@ async def test_bias_acts_on_the_token_it_names(tmp_path: Path) -> None:
     assert forced.text == "zzz"
 
 
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize(
     "body",
     [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b'{"model": "m",}', b"{" * 100_000, b"[" * 100_000],
 )
-async def test_bodies_that_are_no_request(tmp_path: Path, path: str, body: bytes) -> None:
-    async with serving(scripted(tmp_path, OK)) as api:
-        refused = await api.request("POST", path, data=body)
-        assert refused.status == 400
-        assert refused.error["type"] == "invalid_request_error"
+async def test_bodies_that_are_no_request(shared_api: Client, path: str, body: bytes) -> None:
+    refused = await shared_api.request("POST", path, data=body)
+    assert refused.status == 400
+    assert refused.error["type"] == "invalid_request_error"
 
 
 async def test_nesting_without_end_is_a_400(tmp_path: Path) -> None:

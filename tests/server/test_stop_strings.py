@@ -94,10 +94,10 @@ async def test_accepted_shapes(tmp_path: Path, path: str, stop: Any) -> None:
     assert served.text == ("a" if stop else "a%%b")
 
 
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize("stop", [["1", "2", "3", "4", "5"], [""], "", 7, ["a", 7], {"a": 1}, True])
-async def test_refused_shapes(tmp_path: Path, path: str, stop: Any) -> None:
-    async with serving(scripted(tmp_path, [reply("", ["a"])])) as api:
-        refused = await api.post(path, {**_fields(path, "go"), "stop": stop})
+async def test_refused_shapes(shared_api: Client, path: str, stop: Any) -> None:
+    refused = await shared_api.post(path, {**_fields(path, "go"), "stop": stop})
     assert refused.status == 400
     assert refused.error["param"].startswith("stop")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mlxserve.engine.served_model import ServedModel
-from tests.server.serving import Stream, reply, scripted, serving
+from tests.server.serving import Client, Stream, reply, scripted, serving
 
 TOOLS = [
     {"type": "function", "function": {"name": "moon", "parameters": {"type": "object", "properties": {}}}},
@@ -170,6 +170,7 @@ async def test_stop_strings_come_before_calls(tmp_path: Path) -> None:
 FUNCTION = {"name": "f", "parameters": {}}
 
 
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -195,10 +196,9 @@ FUNCTION = {"name": "f", "parameters": {}}
     ],
 )
 async def test_what_is_not_supported_is_refused_by_name(
-    tmp_path: Path, fields: dict[str, Any], param: str
+    shared_api: Client, fields: dict[str, Any], param: str
 ) -> None:
-    async with serving(model(tmp_path, reply("", ["x"]))) as api:
-        refused = await api.chat("x", **fields)
+    refused = await shared_api.chat("x", **fields)
     assert refused.status == 400
     assert refused.error["param"] == param
 
