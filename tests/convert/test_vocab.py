@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -24,6 +26,7 @@ CHARACTERS = st.sampled_from("aBé1 \t\n\r日ſ🚀.,'\"s\u0301\u0000\u200b\u202
 )
 
 _cache: dict[str, Tokenizer] = {}
+_metadata: dict[str, dict[str, Any]] = {}
 
 
 def source(name: str) -> Path:
@@ -70,6 +73,38 @@ def test_text_survives(name: str, text: str) -> None:
     text = text.replace("▁", "")
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
+
+
+def join_by_score(text: str, ids: dict[str, int], scores: list[float]) -> list[int]:
+    """SentencePiece's own rule, done slowly: join the neighbours with the best result, leftmost first."""
+    parts = list("▁" + text.replace(" ", "▁")) if text else []
+    while True:
+        pairs = [left + right for left, right in pairwise(parts)]
+        ranked = [(-scores[ids[pair]], at) for at, pair in enumerate(pairs) if pair in ids]
+        if not ranked:
+            break
+        at = min(ranked)[1]
+        parts[at : at + 2] = [pairs[at]]
+    found: list[int] = []
+    for part in parts:
+        found += [ids[part]] if part in ids else [ids[f"<0x{byte:02X}>"] for byte in part.encode()]
+    return found
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_ranked_merges_do_what_scores_do(data: st.DataObject) -> None:
+    path = source("llama-spm")
+    if "llama-spm" not in _metadata:
+        with GGUFFile(path) as file:
+            _metadata["llama-spm"] = file.metadata
+    metadata = _metadata["llama-spm"]
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    ids = {token: index for index, token in enumerate(tokens)}
+    words = st.sampled_from(tokens[259:]).map(lambda token: token.replace("▁", " "))
+    text = data.draw(st.lists(words | st.text("ab  .e,th=-*1é\n", max_size=6), max_size=8).map("".join))
+    expected = join_by_score(text, ids, metadata["tokenizer.ggml.scores"])
+    assert load("llama-spm").encode(text, add_special_tokens=False).ids == expected
 
 
 def test_special_tokens_and_end_tokens() -> None:
