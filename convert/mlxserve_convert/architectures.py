@@ -13,7 +13,18 @@ from typing import Any
 from mlxserve.errors import ConversionError, UnsupportedModelError
 
 _HELPER_MODULES = frozenset(
-    {"base", "cache", "activations", "rope_utils", "switch_layers", "pipeline", "ssm"}
+    {
+        "activations",
+        "base",
+        "bitlinear_layers",
+        "cache",
+        "gated_delta",
+        "mla",
+        "pipeline",
+        "rope_utils",
+        "ssm",
+        "switch_layers",
+    }
 )
 
 

@@ -16,7 +16,7 @@ def rm_command(
     Example:
       mlxserve rm smollm2 --yes
     """
-    from mlxserve.errors import ModelNotFoundError
+    from mlxserve.errors import MlxserveError, ModelNotFoundError
     from mlxserve.hub import BUILTIN_MODELS, find_stored, list_stored, remove_stored
     from mlxserve.hub.store import related_paths
 
@@ -28,6 +28,7 @@ def rm_command(
     paths = related_paths(entry)
     if not yes:
         listing = "\n".join(f"  {path}" for path in paths)
-        typer.confirm(f"{listing}\nRemove?", abort=True, err=True)
+        if not typer.confirm(f"{listing}\nRemove?", err=True):
+            raise MlxserveError("nothing was removed")
     freed = remove_stored(entry)
     typer.echo(f"removed {model}, {freed / 1e6:.1f} MB")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -171,15 +172,24 @@ def test_rm_takes_the_import_of_a_file_along(run: Run, gguf: Path, home: Path) -
     assert not (home / "models" / "tiny.gguf").exists()
 
 
-def test_rm_asks_and_no_is_respected(
-    run: Run, checkpoint: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("answer", "code", "is_kept"), [("n\n", 1, True), ("\n", 1, True), ("y\n", 0, False)]
+)
+def test_rm_asks_and_the_answer_counts(
+    run: Run,
+    checkpoint: Path,
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    answer: str,
+    code: int,
+    is_kept: bool,
 ) -> None:
     shutil.copytree(checkpoint, home / "models" / "mine")
-    monkeypatch.setattr(
-        "typer.confirm", lambda *arguments, **options: (_ for _ in ()).throw(cli.typer.Abort())
-    )
-    assert run("rm", "mine")[0] != 0
-    assert (home / "models" / "mine").is_dir()
+    monkeypatch.setattr("sys.stdin", io.StringIO(answer))
+    found, _, err = run("rm", "mine")
+    assert found == code
+    assert str(home / "models" / "mine") in err
+    assert (home / "models" / "mine").is_dir() is is_kept
 
 
 def test_rm_removes_a_link_and_never_what_lies_outside(checkpoint: Path, home: Path) -> None:
