@@ -35,6 +35,7 @@ _RENDER_ERRORS = (
     TypeError,
     ValueError,
 )
+_PROBE = "system-text-probe-"
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"})
 
 
@@ -65,7 +66,6 @@ class _Compiled:
 
     def render_arranged(self, turns: Sequence[Message], context: Mapping[str, Any]) -> str:
         """The first arrangement that renders with all system text in it, else the first that renders."""
-        system_texts = [turn["content"].strip() for turn in turns if turn["role"] == "system"]
         first_error: Exception | None = None
         incomplete: str | None = None
         for arranged in arrangements(turns):
@@ -74,12 +74,32 @@ class _Compiled:
             except _RENDER_ERRORS as error:
                 first_error = first_error or error
                 continue
-            if all(system_text in text for system_text in system_texts):
+            if self._keeps_system_text(text, arranged, turns, context):
                 return text
             incomplete = text if incomplete is None else incomplete
         if incomplete is not None:
             return incomplete
         raise TemplateError(_sentence(first_error), param="messages") from None
+
+    def _keeps_system_text(
+        self, text: str, arranged: Sequence[Message], turns: Sequence[Message], context: Mapping[str, Any]
+    ) -> bool:
+        """Whether the system text of ``turns`` is in ``text``, the rendering of ``arranged``."""
+        system_texts = [turn["content"].strip() for turn in turns if turn["role"] == "system"]
+        if not all(system_text in text for system_text in system_texts):
+            return False
+        others = [turn["content"] for turn in turns if turn["role"] != "system"]
+        if not any(_may_be_elsewhere(system_text, others) for system_text in system_texts):
+            return True
+        probed = [
+            {**turn, "content": f"{_PROBE}{i}."} if turn["role"] == "system" else turn
+            for i, turn in enumerate(arranged)
+        ]
+        try:
+            rendered = self._render(probed, context)
+        except _RENDER_ERRORS:
+            return True  # this template judges system text itself
+        return all(turn["content"] in rendered for turn in probed if turn["role"] == "system")
 
     def _render(self, turns: Sequence[Message], context: Mapping[str, Any]) -> str:
         values = {**self._legacy_variables(context), **context, "messages": list(turns)}
@@ -181,6 +201,11 @@ class ChatTemplate:
             "tools": copy.deepcopy(list(tools)) if tools else None,
             "add_generation_prompt": add_generation_prompt,
         }
+
+
+def _may_be_elsewhere(system_text: str, others: Sequence[str]) -> bool:
+    """Whether finding this text in a prompt says little: it is short, or other turns hold it too."""
+    return len(system_text) < 32 or any(system_text in other for other in others)
 
 
 def _sentence(error: Exception | None) -> str:

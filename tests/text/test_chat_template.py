@@ -68,6 +68,16 @@ def test_system_text_is_folded_where_there_is_no_system_turn(role: str) -> None:
     assert render(DROPS_SYSTEM, messages) == "(user)Be terse.\n\nSnow?"
 
 
+def test_dropped_system_text_is_noticed_even_where_other_turns_hold_it() -> None:
+    assert render(DROPS_SYSTEM, [system("Hi"), user("Hi there")]) == "(user)Hi\n\nHi there"
+    first_only = (
+        "{{ messages[0].content }}{% for m in messages if m.role != 'system' %}|{{ m.content }}{% endfor %}"
+    )
+    answer = {"role": "assistant", "content": "Be brief? Fine."}
+    messages = [system("S"), user("A"), answer, system("Be brief"), user("B")]
+    assert render(first_only, messages) == "S|A|Be brief? Fine.|Be brief\n\nB"
+
+
 def test_two_user_turns_are_joined() -> None:
     assert render(STRICT_TURNS, [user("A list."), user("Sort it.")]) == "(user)A list.\n\nSort it.(assistant)"
 
