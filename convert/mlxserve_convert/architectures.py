@@ -6,6 +6,7 @@ Only mlx-lm's own model files are used. Code that comes with a checkpoint is nev
 from __future__ import annotations
 
 import difflib
+import inspect
 import pkgutil
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,22 @@ def build_model(config: dict[str, Any], source: Path) -> Any:
     Raises UnsupportedModelError for an unknown ``model_type`` and ConversionError for a config that
     the architecture cannot be built from.
     """
+    model_class, args_class = _classes(config, source)
+    try:
+        return model_class(args_class.from_dict(config))
+    except (TypeError, KeyError, ValueError, AttributeError, AssertionError) as error:
+        reason = str(error).replace("\n", " ") or type(error).__name__
+        raise ConversionError(
+            f"{source}: config.json does not describe a {config['model_type']} model: {reason}"
+        ) from error
+
+
+def config_fields(config: dict[str, Any], source: Path) -> frozenset[str]:
+    """The fields of config.json that mlx-lm's architecture reads; it ignores all others in silence."""
+    return frozenset(inspect.signature(_classes(config, source)[1]).parameters)
+
+
+def _classes(config: dict[str, Any], source: Path) -> tuple[Any, Any]:
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or not model_type:
         raise ConversionError(f"{source}: config.json has no model_type")
@@ -55,13 +72,10 @@ def build_model(config: dict[str, Any], source: Path) -> Any:
     from mlx_lm.utils import _get_classes
 
     try:
-        model_class, args_class = _get_classes(config)
-        return model_class(args_class.from_dict(config))
-    except (TypeError, KeyError, ValueError, AttributeError, AssertionError, ImportError) as error:
-        reason = str(error).replace("\n", " ") or type(error).__name__
-        raise ConversionError(
-            f"{source}: config.json does not describe a {model_type} model: {reason}"
-        ) from error
+        classes: tuple[Any, Any] = _get_classes(config)
+    except ValueError as error:
+        raise UnsupportedModelError(f"{source}: {error}") from error
+    return classes
 
 
 def _unknown_type(model_type: str, config: dict[str, Any], source: Path) -> str:

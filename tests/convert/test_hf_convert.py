@@ -314,6 +314,31 @@ def test_a_broken_source_is_caught_by_the_check(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
+def test_rope_parameters_of_newer_configs_reach_the_old_fields(tmp_path: Path) -> None:
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    config = {key: value for key, value in LLAMA.items() if key != "rope_theta"}
+    config["rope_parameters"] = {"rope_theta": 777.0, **scaling}
+    weights = random_weights(LLAMA)
+    run(write_folder(tmp_path / "source", config, weights), tmp_path / "out", bits=8)
+    assert config_of(tmp_path / "out")["rope_theta"] == 777.0
+    assert config_of(tmp_path / "out")["rope_scaling"] == scaling
+    model, _ = load_model(tmp_path / "out")
+    tokens = [index * 7 % 320 for index in range(48)]
+    expected = logits(
+        reference_model({**LLAMA, "rope_theta": 777.0, "rope_scaling": scaling}, weights), tokens
+    )
+    wrong = logits(reference_model(LLAMA, weights), tokens)
+    found = logits(model, tokens)
+    assert np.abs(found - expected).mean() < 0.2 * np.abs(found - wrong).mean()
+
+
+def test_rope_parameters_that_would_be_ignored_are_refused(tmp_path: Path) -> None:
+    config = {**LLAMA, "rope_parameters": {"full_attention": {"rope_theta": 1e6}}}
+    source = write_folder(tmp_path / "source", config, random_weights(LLAMA))
+    with pytest.raises(ConversionError, match="rope_parameters for each kind of layer"):
+        run(source, tmp_path / "out")
+
+
 def test_dry_run_writes_nothing_and_plans_the_same(tmp_path: Path) -> None:
     source = write_folder(tmp_path / "source", LLAMA, random_weights(LLAMA))
     plan = run(source, tmp_path / "out", dry_run=True)
