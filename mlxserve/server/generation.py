@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from mlxserve.engine.async_engine import AsyncEngine, TokenStream
-from mlxserve.errors import RequestFailedError
+from mlxserve.errors import EngineDeadError
 from mlxserve.text.stop import StopMatcher
 from mlxserve.text.tokenizer import Tokenizer
 from mlxserve.text.tool_parser import ContentDelta, ToolCall, ToolEvent, ToolParser
@@ -35,7 +35,7 @@ class TextReader:
     Iterate once. Text that may still become a stop string is held back and comes, if it did not, as the
     last piece. ``num_tokens`` counts what was generated up to the last piece, end token and cut text
     included. ``reason`` is set when the iteration ends. At a stop string the engine stream is aborted.
-    Raises what the engine reports, and RequestFailedError when the engine is closed meanwhile.
+    Raises what the engine reports, and EngineDeadError when the engine is closed meanwhile.
     """
 
     def __init__(self, stream: TokenStream, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
@@ -55,7 +55,7 @@ class TextReader:
             if output.error is not None:
                 raise output.error
             if output.finish_reason == "abort":
-                raise RequestFailedError("the request was aborted: the server is shutting down")
+                raise EngineDeadError("the request was aborted: the server is shutting down")
             self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
             has_end_token = output.finish_reason == "stop"
             text = self._read(output.token_ids[:-1] if has_end_token else output.token_ids)

@@ -119,7 +119,7 @@ async def test_an_engine_that_ends_before_the_first_token_is_a_plain_error(tmp_p
         await api.wait_running(2)
         await model.close()
         for refused in await asyncio.gather(*asking):
-            assert (refused.status, refused.error["type"]) == (500, "server_error")
+            assert (refused.status, refused.error["type"]) == (503, "server_error")
 
 
 async def test_shutdown_ends_streams_and_frees_the_port(tmp_path: Path) -> None:
@@ -152,3 +152,12 @@ async def test_a_full_queue_is_a_429_with_a_hint(tmp_path: Path) -> None:
         for writer in writers:
             writer.close()
         await api.wait_running(0)
+
+
+async def test_large_bodies_are_served_beside_small_ones(tmp_path: Path) -> None:
+    async with serving(scripted(tmp_path, [QUICK], context_length=1_000_000)) as api:
+        large = "many words " * 20_000
+        answers = await asyncio.gather(*(api.chat(text) for text in (large, "small", large)))
+        assert [answer.text for answer in answers] == ["quick"] * 3
+        refused = await api.chat(large, temperature=9)
+        assert (refused.status, refused.error["param"]) == (400, "temperature")

@@ -9,8 +9,6 @@ from aiohttp import web
 from msgspec import UNSET
 
 from mlxserve.server.generation import ChoiceEvent, End
-from mlxserve.server.keys import PING_S, REGISTRY
-from mlxserve.server.openai.decode import decode_body
 from mlxserve.server.openai.reply import (
     AssistantMessage,
     ChatChoice,
@@ -23,16 +21,15 @@ from mlxserve.server.openai.reply import (
     ToolCallItem,
     Usage,
 )
-from mlxserve.server.openai.run import answer
+from mlxserve.server.openai.run import answer, translated
 from mlxserve.server.openai.schema import ChatRequest
 from mlxserve.server.openai.translate import Job, translate_chat
 from mlxserve.text.tool_parser import ContentDelta, ToolCall
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
-    body = decode_body(await request.read(), ChatRequest)
-    job = translate_chat(body, request.app[REGISTRY].get(body.model))
-    return await answer(request, job, ChatShape(job), request.app[PING_S])
+    job = await translated(request, ChatRequest, translate_chat)
+    return await answer(request, job, ChatShape(job))
 
 
 class ChatShape:

@@ -8,19 +8,16 @@ from aiohttp import web
 from msgspec import UNSET
 
 from mlxserve.server.generation import ChoiceEvent, End
-from mlxserve.server.keys import PING_S, REGISTRY
-from mlxserve.server.openai.decode import decode_body
 from mlxserve.server.openai.reply import Completion, CompletionChoice, Reason, Usage
-from mlxserve.server.openai.run import answer
+from mlxserve.server.openai.run import answer, translated
 from mlxserve.server.openai.schema import CompletionRequest
 from mlxserve.server.openai.translate import Job, translate_completion
 from mlxserve.text.tool_parser import ContentDelta
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
-    body = decode_body(await request.read(), CompletionRequest)
-    job = translate_completion(body, request.app[REGISTRY].get(body.model))
-    return await answer(request, job, CompletionShape(job), request.app[PING_S])
+    job = await translated(request, CompletionRequest, translate_completion)
+    return await answer(request, job, CompletionShape(job))
 
 
 class CompletionShape:

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 from aiohttp import web
 
+from mlxserve.engine.served_model import ServedModel
 from mlxserve.errors import MlxserveError
 from mlxserve.server.errors import error_reply
 from mlxserve.server.generation import ChoiceEvent, End, TextReader, merge, read_choice, submit_all
+from mlxserve.server.keys import PING_S, REGISTRY
+from mlxserve.server.openai.decode import decode_body
 from mlxserve.server.openai.reply import PromptTokensDetails, Usage
+from mlxserve.server.openai.schema import ChatRequest, CompletionRequest
 from mlxserve.server.openai.translate import Job
 from mlxserve.server.sse import EventStream
 from mlxserve.text.tool_parser import tool_parser_for
 
 logger = logging.getLogger(__name__)
+
+Body = TypeVar("Body", ChatRequest, CompletionRequest)
+
+_MAX_INLINE_BYTES = 32 * 1024
+"""Bodies up to this size take a few milliseconds to translate, little enough for the event loop."""
 
 
 class Shape(Protocol):
@@ -32,6 +42,22 @@ class Shape(Protocol):
 
     def whole(self, events: Sequence[Sequence[ChoiceEvent]], usage: Usage) -> msgspec.Struct:
         """The reply without streaming; ``events`` by choice."""
+
+
+async def translated(
+    request: web.Request, wire_type: type[Body], translate: Callable[[Body, ServedModel], Job]
+) -> Job:
+    """The job that a request's body asks for; raises InvalidRequestError or ModelNotFoundError.
+
+    A large body is read, rendered and tokenized on a worker thread: other streams must not wait for it.
+    """
+    raw = await request.read()
+
+    def read() -> Job:
+        body = decode_body(raw, wire_type)
+        return translate(body, request.app[REGISTRY].get(body.model))
+
+    return read() if len(raw) <= _MAX_INLINE_BYTES else await asyncio.to_thread(read)
 
 
 class Run:
@@ -74,12 +100,12 @@ async def _nothing() -> AsyncIterator[ChoiceEvent]:
     yield End("length")
 
 
-async def answer(request: web.Request, job: Job, shape: Shape, ping_s: float) -> web.StreamResponse:
+async def answer(request: web.Request, job: Job, shape: Shape) -> web.StreamResponse:
     """The reply to a job. Cancellation, which is how a disconnect shows, aborts its generation."""
     run = Run(job)
     try:
         if job.options.is_stream:
-            return await _answer_stream(request, job, run, shape, ping_s)
+            return await _answer_stream(request, job, run, shape)
         return await _answer_whole(job, run, shape)
     finally:
         run.abort()
@@ -96,18 +122,16 @@ async def _answer_whole(job: Job, run: Run, shape: Shape) -> web.Response:
     return web.Response(body=body, content_type="application/json")
 
 
-async def _answer_stream(
-    request: web.Request, job: Job, run: Run, shape: Shape, ping_s: float
-) -> web.StreamResponse:
+async def _answer_stream(request: web.Request, job: Job, run: Run, shape: Shape) -> web.StreamResponse:
     """An engine failure after the first byte is one error event, and no ``[DONE]`` follows it."""
     out = EventStream(request)
     try:
         try:
-            await _send_events(out, job, run, shape, ping_s)
+            await _send_events(out, job, run, shape, request.app[PING_S])
         except MlxserveError as error:
             if not out.is_open:
                 raise
-            logger.warning("stream %s failed: %s", job.id, error)
+            logger.info("stream %s failed: %s", job.id, error)
             await out.send(error_reply(error).body)
             await out.close(is_done=False)
         else:
