@@ -59,7 +59,8 @@ def config_fields(config: dict[str, Any], source: Path) -> frozenset[str]:
     return frozenset(inspect.signature(_classes(config, source)[1]).parameters)
 
 
-def _classes(config: dict[str, Any], source: Path) -> tuple[Any, Any]:
+def check_model_type(config: dict[str, Any], source: Path) -> None:
+    """Raises UnsupportedModelError unless mlx-lm has the architecture and no foreign code is asked for."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or not model_type:
         raise ConversionError(f"{source}: config.json has no model_type")
@@ -69,6 +70,10 @@ def _classes(config: dict[str, Any], source: Path) -> tuple[Any, Any]:
         )
     if model_type not in known_model_types():
         raise UnsupportedModelError(_unknown_type(model_type, config, source))
+
+
+def _classes(config: dict[str, Any], source: Path) -> tuple[Any, Any]:
+    check_model_type(config, source)
     from mlx_lm.utils import _get_classes
 
     try:
@@ -80,7 +85,7 @@ def _classes(config: dict[str, Any], source: Path) -> tuple[Any, Any]:
 
 def _unknown_type(model_type: str, config: dict[str, Any], source: Path) -> str:
     known = known_model_types()
-    near = difflib.get_close_matches(model_type, known, n=5, cutoff=0.5)
+    near = difflib.get_close_matches(model_type, known, n=5, cutoff=0.65)
     hint = f"near it: {', '.join(near)}" if near else f"known are {', '.join(known)}"
     code = ""
     if config.get("auto_map"):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxserve.errors import ConversionError
+from mlxserve_convert.architectures import check_model_type
 
 _MAX_HEADER_BYTES = 100_000_000
 _ITEM_BITS = {
@@ -56,6 +57,7 @@ def open_folder(path: Path) -> SourceFolder:
         raise ConversionError(f"{path}: not a model folder, config.json is missing")
     config = read_json(path / "config.json")
     check_quantization(config, path)
+    check_model_type(config, path)
     shards, listed = _find_shards(path)
     tensors: dict[str, SourceTensor] = {}
     for shard in shards:

@@ -229,6 +229,18 @@ def test_unknown_architecture_names_the_near_ones(tmp_path: Path) -> None:
         run(source, tmp_path / "out")
 
 
+@pytest.mark.parametrize("auto_map", [{}, {"auto_map": {"AutoModelForCausalLM": "modeling_x.XForCausalLM"}}])
+def test_what_the_config_alone_rules_out_needs_no_weights(tmp_path: Path, auto_map: dict) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "model_type": "no_such_arch", **auto_map}))
+    with pytest.raises(UnsupportedModelError, match=r"'no_such_arch' is not supported \(.*llama"):
+        run(tmp_path, tmp_path.with_name("out"))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**LLAMA, "quantization_config": {"quant_method": "awq"}})
+    )
+    with pytest.raises(ConversionError, match="'awq'"):
+        run(tmp_path, tmp_path.with_name("out"))
+
+
 def test_code_in_the_checkpoint_is_never_run(tmp_path: Path) -> None:
     config = {**LLAMA, "model_type": "custom_x"}
     config["auto_map"] = {"AutoModelForCausalLM": "modeling_x.XForCausalLM"}
