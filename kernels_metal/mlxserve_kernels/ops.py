@@ -5,8 +5,9 @@ The extension has: float32 activations; affine 4- and 8-bit weights with groups 
 weights and KV pools of float32, float16 or bfloat16. There the result of a row does not depend on the other
 rows of the call, on its place among them, on page placement or on the number of threads: its bits are equal.
 
-All functions are lazy as mlx ops are. Wrong shapes and dtypes raise ValueError when called; wrong *values* of
-index arrays (a slot or page outside the pool) raise ValueError when the result is evaluated.
+All functions are lazy as mlx ops are. The extension raises ValueError at the call for wrong shapes and dtypes,
+and RuntimeError when the result is evaluated for wrong *values* of index arrays, a slot or page outside the pool
+(``reference`` cannot see those: there the caller must be right).
 """
 
 from __future__ import annotations
@@ -63,10 +64,9 @@ def quantized_matmul(
         or scales.dtype not in _FLOATS
         or scales.dtype != biases.dtype
     ):
-        return reference.quantized_matmul(
-            x, w, scales, biases, group_size=group_size, bits=bits, mode=mode
-        )
-    return cpu.quantized_matmul(x, w, scales, biases, group_size, bits)
+        return reference.quantized_matmul(x, w, scales, biases, group_size=group_size, bits=bits, mode=mode)
+    y: mx.array = cpu.quantized_matmul(x, w, scales, biases, group_size, bits)
+    return y
 
 
 def linear(x: mx.array, w: mx.array) -> mx.array:
@@ -78,19 +78,21 @@ def linear(x: mx.array, w: mx.array) -> mx.array:
     cpu = extension()
     if cpu is None or x.dtype != mx.float32 or w.dtype not in _FLOATS or w.ndim != 2:
         return reference.linear(x, w)
-    return cpu.linear(x, w)
+    y: mx.array = cpu.linear(x, w)
+    return y
 
 
 def rms_norm(x: mx.array, weight: mx.array | None, eps: float) -> mx.array:
     """``x / sqrt(mean(x ** 2) + eps) * weight`` over the last axis: x [..., K], weight [K] or None (ones).
 
-    >>> rms_norm(mx.array([[3.0, 4.0]]), None, 0.0).tolist()
-    [[0.8485281467437744, 1.131370782852173]]
+    >>> rms_norm(mx.array([[3.0, 3.0]]), mx.array([1.0, 2.0]), 0.0).tolist()
+    [[1.0, 2.0]]
     """
     cpu = extension()
     if cpu is None or x.dtype != mx.float32 or (weight is not None and weight.dtype not in _FLOATS):
         return reference.rms_norm(x, weight, eps)
-    return cpu.rms_norm(x, weight, eps)
+    y: mx.array = cpu.rms_norm(x, weight, eps)
+    return y
 
 
 def silu_mul(gate: mx.array, up: mx.array) -> mx.array:
@@ -102,7 +104,8 @@ def silu_mul(gate: mx.array, up: mx.array) -> mx.array:
     cpu = extension()
     if cpu is None or gate.dtype != mx.float32 or up.dtype != mx.float32:
         return reference.silu_mul(gate, up)
-    return cpu.silu_mul(gate, up)
+    y: mx.array = cpu.silu_mul(gate, up)
+    return y
 
 
 def write_pages(
@@ -198,7 +201,7 @@ def paged_attention(
             sinks=sinks,
         )
     sinks = None if sinks is None else sinks.astype(mx.float32)
-    output = cpu.paged_attention(
+    output: mx.array = cpu.paged_attention(
         q.astype(mx.float32),
         k_pool,
         v_pool,

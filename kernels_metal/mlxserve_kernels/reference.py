@@ -16,9 +16,7 @@ def quantized_matmul(
     bits: int,
     mode: str = "affine",
 ) -> mx.array:
-    y = mx.quantized_matmul(
-        x, w, scales, biases, transpose=True, group_size=group_size, bits=bits, mode=mode
-    )
+    y = mx.quantized_matmul(x, w, scales, biases, transpose=True, group_size=group_size, bits=bits, mode=mode)
     return y.astype(x.dtype)
 
 

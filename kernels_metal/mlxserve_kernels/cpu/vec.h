@@ -17,6 +17,7 @@ typedef float vf_unaligned __attribute__((vector_size(sizeof(vf)), aligned(4), m
 typedef float v4 __attribute__((vector_size(16), may_alias));
 
 #define INLINE static inline __attribute__((always_inline))
+#define INLINE_MEMBER inline __attribute__((always_inline))
 
 INLINE long least(long a, long b) { return a < b ? a : b; }
 INLINE long most(long a, long b) { return a > b ? a : b; }

@@ -1,0 +1,43 @@
+// The kernels for one instruction set: this file is compiled several times, with MLXSERVE_ISA naming the set.
+#include "kernels.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#define MLXSERVE_STRING_(x) #x
+#define MLXSERVE_STRING(x) MLXSERVE_STRING_(x)
+
+namespace mlxserve::MLXSERVE_ISA {
+namespace {
+
+#include "vec.h"
+
+#include "attention.h"
+#include "matmul.h"
+#include "rows.h"
+
+}  // namespace
+
+extern const Kernels kernels;
+const Kernels kernels = {
+    .name = MLXSERVE_STRING(MLXSERVE_ISA),
+    .row_tile = TM,
+    .panel_cols = PANEL,
+    .matmul_direct = matmul_direct,
+    .packed_floats = packed_floats,
+    .pack = pack,
+    .panel_floats = panel_floats,
+    .matmul_panel = matmul_panel,
+    .rms_norm = rms_norm,
+    .silu_mul = silu_mul,
+    .attention_scratch_floats = attention_scratch_floats,
+    .partial_floats = partial_floats,
+    .attend_split = attend_split,
+    .attend_merge = attend_merge,
+    .attend_whole = attend_whole,
+};
+
+}  // namespace mlxserve::MLXSERVE_ISA

@@ -1,0 +1,115 @@
+#include <algorithm>
+
+#include "isa.h"
+#include "ops.h"
+#include "pool.h"
+#include "primitive.h"
+
+namespace mlxserve {
+namespace {
+
+long round_up(long value, long step) { return (value + step - 1) / step * step; }
+
+void direct(const Weight& w, const float* x, float* y, long rows) {
+  const Kernels& use = kernels();
+  long columns = std::clamp(round_up(w.n / (8L * num_threads()), 16), 32L, 512L);
+  long tasks = (w.n + columns - 1) / columns;
+  parallel_for(tasks, [&](long task) {
+    long begin = task * columns;
+    use.matmul_direct(w, {x, y, w.n, 0, rows, begin, std::min(begin + columns, w.n)});
+  });
+}
+
+void panels(const Weight& w, const float* x, float* y, long rows) {
+  const Kernels& use = kernels();
+  mx::allocator::Data memory = mx::allocator::malloc(use.packed_floats(rows, w.k) * sizeof(float) + 64);
+  auto address = reinterpret_cast<std::uintptr_t>(memory.buffer().raw_ptr());
+  float* packed = reinterpret_cast<float*>((address + 63) / 64 * 64);
+  long step = round_up(std::max(rows / (4L * num_threads()), 1L), use.row_tile);
+  parallel_for((rows + step - 1) / step, [&](long task) {
+    long begin = task * step, count = std::min(step, rows - begin);
+    use.pack(x + begin * w.k, count, w.k, packed + use.packed_floats(begin, w.k));
+  });
+  long columns = (w.n + use.panel_cols - 1) / use.panel_cols;
+  // With fewer panels than threads, rows are shared out as well.
+  long parts = std::clamp(2L * num_threads() / columns, 1L, std::max(rows / 64, 1L));
+  long height = round_up((rows + parts - 1) / parts, use.row_tile);
+  parts = (rows + height - 1) / height;
+  parallel_for(columns * parts, [&](long task) {
+    long col = task / parts * use.panel_cols, row = task % parts * height;
+    MatmulTile tile{x, y, w.n, row, std::min(row + height, rows), col, std::min(col + use.panel_cols, w.n)};
+    use.matmul_panel(w, tile, packed, scratch(0, use.panel_floats(w.k)));
+  });
+}
+
+void matmul(const Weight& w, const float* x, float* y, long rows) {
+  if (rows == 0 || w.n == 0) return;
+  if (rows <= kMaxDirectRows) return direct(w, x, y, rows);
+  panels(w, x, y, rows);
+}
+
+class Matmul : public CpuPrimitive {
+ public:
+  Matmul(mx::Stream stream, Weight shape) : CpuPrimitive(stream), shape_(shape) {}
+
+  const char* name() const override { return "MlxserveMatmul"; }
+
+  // inputs: x, w and, of affine formats, scales and biases.
+  void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
+    auto& encoder = mx::cpu::get_command_encoder(stream());
+    allocate(outputs[0]);
+    mx::array x = dense(inputs[0], encoder), data = dense(inputs[1], encoder);
+    Weight w = shape_;
+    w.data = data.data<char>();
+    if (inputs.size() > 2) {
+      mx::array scales = dense(inputs[2], encoder), biases = dense(inputs[3], encoder);
+      w.scales = scales.data<char>(), w.biases = biases.data<char>();
+    }
+    encoder.dispatch([w, from = x.data<float>(), to = outputs[0].data<float>(), rows = long(x.size() / w.k)] {
+      matmul(w, from, to, rows);
+    });
+  }
+
+ private:
+  Weight shape_;
+};
+
+mx::array lazy_matmul(std::vector<mx::array> inputs, const Weight& shape) {
+  mx::Shape out = inputs[0].shape();
+  out.back() = static_cast<mx::ShapeElem>(shape.n);
+  return mx::array(std::move(out), mx::float32, std::make_shared<Matmul>(cpu_stream(), shape), std::move(inputs));
+}
+
+}  // namespace
+
+mx::array quantized_matmul(const mx::array& x, const mx::array& w, const mx::array& scales, const mx::array& biases,
+                           int group_size, int bits) {
+  const char* op = "quantized_matmul";
+  require(bits == 4 || bits == 8, op, ": bits must be 4 or 8, got ", bits);
+  require(group_size == 32 || group_size == 64 || group_size == 128, op, ": group_size must be 32, 64 or 128, got ",
+          group_size);
+  require(x.dtype() == mx::float32 && x.ndim() >= 1, op, ": x must be float32 [..., K]");
+  require(w.dtype() == mx::uint32 && w.ndim() == 2, op, ": w must be uint32 [N, K * bits / 32]");
+  long n = w.shape(0), k = long(w.shape(1)) * 32 / bits;
+  require(x.shape(-1) == k, op, ": x has ", x.shape(-1), " columns, w has ", k);
+  require(k > 0 && k % group_size == 0, op, ": K must be a multiple of group_size ", group_size, ", got ", k);
+  mx::Shape groups{w.shape(0), static_cast<mx::ShapeElem>(k / group_size)};
+  require(scales.shape() == groups && biases.shape() == groups, op, ": scales and biases must be [", n, ", ",
+          k / group_size, "]");
+  Format scale_format = format_of(scales, op, "scales");
+  require(biases.dtype() == scales.dtype(), op, ": scales and biases must have one dtype");
+  Weight shape{bits == 4 ? Format::affine4 : Format::affine8, n, k, nullptr, group_size, scale_format, nullptr, nullptr};
+  return lazy_matmul({x, w, scales, biases}, shape);
+}
+
+mx::array linear(const mx::array& x, const mx::array& w) {
+  const char* op = "linear";
+  require(x.dtype() == mx::float32 && x.ndim() >= 1, op, ": x must be float32 [..., K]");
+  require(w.ndim() == 2, op, ": w must be [N, K], got ", w.ndim(), " dimensions");
+  require(x.shape(-1) == w.shape(1), op, ": x has ", x.shape(-1), " columns, w has ", w.shape(1));
+  require(w.shape(1) > 0, op, ": K must be positive");
+  Weight shape{format_of(w, op, "w"), w.shape(0), w.shape(1), nullptr, 0, Format::float32, nullptr, nullptr};
+  return lazy_matmul({x, w}, shape);
+}
+
+}  // namespace mlxserve

@@ -1,0 +1,50 @@
+// What all our primitives share.
+#pragma once
+
+#include <memory>
+#include <sstream>
+#include <stdexcept>
+#include <vector>
+
+#include "kernels.h"
+#include "mlx/allocator.h"
+#include "mlx/array.h"
+#include "mlx/backend/cpu/encoder.h"
+#include "mlx/primitives.h"
+#include "mlx/utils.h"
+
+namespace mlxserve {
+
+namespace mx = mlx::core;
+
+template <class... Parts>
+void require(bool holds, const Parts&... parts) {
+  if (holds) return;
+  std::ostringstream message;
+  (message << ... << parts);
+  throw std::invalid_argument(message.str());
+}
+
+inline Format format_of(const mx::array& a, const char* op, const char* name) {
+  require(a.dtype() == mx::float32 || a.dtype() == mx::float16 || a.dtype() == mx::bfloat16, op, ": ", name,
+          " must be float32, float16 or bfloat16, got ", a.dtype());
+  return a.dtype() == mx::float32 ? Format::float32 : a.dtype() == mx::float16 ? Format::float16 : Format::bfloat16;
+}
+
+// A primitive that runs on the CPU and whose results carry no gradient.
+class CpuPrimitive : public mx::Primitive {
+ public:
+  using mx::Primitive::Primitive;
+  void eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) override {
+    throw std::runtime_error(std::string(name()) + " runs on the CPU only");
+  }
+};
+
+inline mx::Stream cpu_stream() { return mx::to_stream({}, mx::Device::cpu); }
+
+// `a` itself where its rows are contiguous, else a copy made on the stream, alive until its tasks are done.
+mx::array dense(const mx::array& a, mx::cpu::CommandEncoder& encoder);
+
+inline void allocate(mx::array& out) { out.set_data(mx::allocator::malloc(out.nbytes())); }
+
+}  // namespace mlxserve
