@@ -11,11 +11,12 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from mlxserve import __version__
+from mlxserve.cli.process import end_process
 from mlxserve.config import is_debug
 from mlxserve.errors import MlxserveError, UsageError
 
@@ -27,9 +28,9 @@ HELP_FLAGS = {"help_option_names": ["-h", "--help"]}
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 
-def main() -> None:
+def main() -> NoReturn:
     """Entry point of the installed script."""
-    sys.exit(run(sys.argv[1:]))
+    end_process(run(sys.argv[1:]))
 
 
 def run(argv: Sequence[str]) -> int:

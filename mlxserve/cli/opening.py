@@ -7,7 +7,7 @@ import dataclasses
 from rich.console import Console
 
 from mlxserve.cli.model_source import PreparedModel, prepare_model
-from mlxserve.cli.stopping import force_exit
+from mlxserve.cli.process import end_process
 from mlxserve.config import EngineConfig
 from mlxserve.engine.served_model import ServedModel, open_folder, open_scripted
 from mlxserve.errors import UsageError
@@ -30,9 +30,9 @@ def load_model(
         with console.status(f"Loading {source.id}"):
             model = _open(source, config)
     except KeyboardInterrupt:
-        force_exit(130)
+        end_process(130)
     except SystemExit:
-        force_exit(0)
+        end_process(0)
     if max_context is None:
         return model
     if max_context > model.context_length:

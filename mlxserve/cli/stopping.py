@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
-import sys
 from types import FrameType, TracebackType
-from typing import NoReturn, Self
+from typing import Self
+
+from mlxserve.cli.process import end_process
 
 _FORCED_EXIT = 130
 
@@ -44,17 +44,10 @@ class StopSignals:
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if self._is_stopping:
-            force_exit(_FORCED_EXIT)
+            end_process(_FORCED_EXIT)
         if self._loop is None or self._event is None:
             if signum == signal.SIGTERM:
                 raise SystemExit(0)
             raise KeyboardInterrupt
         self._is_stopping = True
         self._loop.call_soon_threadsafe(self._event.set)
-
-
-def force_exit(code: int) -> NoReturn:
-    """End the process now: no thread is joined, so a load or a step under way cannot hold it."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
