@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import logging
 from collections.abc import Sequence
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from mlxserve.engine.served_model import ServedModel
-from mlxserve.errors import MlxserveError
 from mlxserve.server import status
-from mlxserve.server.errors import SERVER_ERROR, UNAUTHORIZED, ErrorReply, error_reply, http_error_reply
+from mlxserve.server.errors import UNAUTHORIZED, error_reply, http_error_reply
 from mlxserve.server.keys import PING_S, REGISTRY
 from mlxserve.server.openai.chat import chat_completions
 from mlxserve.server.openai.completions import completions
 from mlxserve.server.registry import ModelRegistry
-
-logger = logging.getLogger(__name__)
 
 DEFAULT_PING_S = 15.0
 DEFAULT_MAX_BODY_BYTES = 64 * 1024 * 1024
@@ -69,13 +65,10 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Everything that is raised becomes a reply in OpenAI's form."""
     try:
         return await handler(request)
-    except MlxserveError as error:
-        return error_reply(error).response()
     except web.HTTPException as error:
         return http_error_reply(request, error).response()
-    except Exception:
-        logger.exception("%s %s failed", request.method, request.path)
-        return ErrorReply(500, SERVER_ERROR, "internal error; the server's log has it").response()
+    except Exception as error:  # noqa: BLE001 - error_reply logs what is not ours
+        return error_reply(error).response()
 
 
 def _authorization(api_key: str) -> Middleware:

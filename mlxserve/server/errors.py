@@ -6,6 +6,7 @@ Every error reply, of whatever route, has the form
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 
 import msgspec
@@ -18,6 +19,8 @@ from mlxserve.errors import (
     ModelNotFoundError,
     QueueFullError,
 )
+
+logger = logging.getLogger(__name__)
 
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
@@ -67,8 +70,8 @@ UNAUTHORIZED = ErrorReply(
 )
 
 
-def error_reply(error: MlxserveError) -> ErrorReply:
-    """Status and body of an error of our own."""
+def error_reply(error: Exception) -> ErrorReply:
+    """Status and body of any error. One that is not ours is a bug: its text goes to the log alone."""
     message = str(error)
     match error:
         case InvalidRequestError():
@@ -80,8 +83,12 @@ def error_reply(error: MlxserveError) -> ErrorReply:
             return ErrorReply(429, "rate_limit_error", message, None, error.code, headers)
         case EngineDeadError():
             return ErrorReply(503, SERVER_ERROR, message, None, error.code)
-        case _:
+        case MlxserveError():
             return ErrorReply(500, SERVER_ERROR, message, None, error.code)
+        case _:
+            logger.error("a request failed", exc_info=error)
+            message = "internal error; the server's log has it"
+            return ErrorReply(500, SERVER_ERROR, message, None, MlxserveError.code)
 
 
 def http_error_reply(request: web.Request, error: web.HTTPException) -> ErrorReply:

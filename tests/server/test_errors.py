@@ -9,6 +9,7 @@ import pytest
 
 from mlxserve.errors import UsageError
 from mlxserve.server.app import create_app
+from mlxserve.text.stop import StopMatcher
 from tests.server.serving import CHAT, COMPLETIONS, Client, reply, scripted, serving, user
 
 OK = [reply("", ["fine"])]
@@ -235,3 +236,39 @@ async def test_a_script_without_a_matching_reply_fails_that_request_alone(
         refused = await api.chat("something else", stream=stream)
         assert refused.status == 400
         assert (await api.chat("hello")).text == "hi"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_bug_is_a_500_that_tells_no_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stream: bool
+) -> None:
+    model = scripted(tmp_path, OK)
+
+    def broken(_: object) -> None:
+        raise RuntimeError("/home/me/secret")
+
+    async with serving(model) as api:
+        with monkeypatch.context() as patch:
+            patch.setattr(model.engine, "submit", broken)
+            failed = await api.chat("x", stream=stream)
+        assert (failed.status, failed.error["code"]) == (500, "internal_error")
+        assert "secret" not in failed.error["message"]
+        assert "secret" in caplog.text
+        assert (await api.chat("x")).text == "fine"
+
+
+async def test_a_bug_inside_a_stream_is_its_last_event(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: StopMatcher) -> str:
+        raise RuntimeError("/home/me/secret")
+
+    async with serving(scripted(tmp_path, [reply("", ["fi", "ne"], delay_ms=1)])) as api:
+        with monkeypatch.context() as patch:
+            patch.setattr(StopMatcher, "finish", broken)
+            body = {"messages": user("x"), "n": 2}
+            stream = await api.stream(CHAT, body)
+        assert not stream.is_done
+        assert stream.events[-1]["error"]["code"] == "internal_error"
+        await api.wait_running(0)
+        assert (await api.chat("x")).text == "fine"

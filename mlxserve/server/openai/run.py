@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Protocol, TypeVar
 
 import msgspec
 from aiohttp import web
 
 from mlxserve.engine.served_model import ServedModel
-from mlxserve.errors import MlxserveError
 from mlxserve.server.errors import error_reply
 from mlxserve.server.generation import ChoiceEvent, End, TextReader, merge, read_choice, submit_all
 from mlxserve.server.keys import PING_S, REGISTRY
@@ -126,18 +125,16 @@ async def _answer_stream(request: web.Request, job: Job, run: Run, shape: Shape)
     """An engine failure after the first byte is one error event, and no ``[DONE]`` follows it."""
     out = EventStream(request)
     try:
-        try:
-            await _send_events(out, job, run, shape, request.app[PING_S])
-        except MlxserveError as error:
-            if not out.is_open:
-                raise
-            logger.info("stream %s failed: %s", job.id, error)
-            await out.send(error_reply(error).body)
-            await out.close(is_done=False)
-        else:
-            await out.close(is_done=True)
+        await _send_events(out, job, run, shape, request.app[PING_S])
     except ConnectionError:
         logger.debug("stream %s: the client has left", job.id)
+    except Exception as error:
+        if not out.is_open:
+            raise
+        logger.info("stream %s failed: %s", job.id, error)
+        with suppress(ConnectionError):
+            await out.send(error_reply(error).body)
+            await out.close(is_done=False)
     return out.response
 
 
@@ -151,3 +148,4 @@ async def _send_events(out: EventStream, job: Job, run: Run, shape: Shape, ping_
                 await out.send(msgspec.json.encode(chunk))
     if job.options.has_usage_chunk:
         await out.send(msgspec.json.encode(shape.usage_chunk(run.usage())))
+    await out.close(is_done=True)
