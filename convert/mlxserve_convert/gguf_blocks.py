@@ -68,6 +68,17 @@ def read_affine(file: GGUFFile, tensor: GGUFTensor) -> AffineRows:
     return AffineRows(_words(_nibbles_in_order(blocks[..., 4:]), rows), scales, _half(blocks, 2), 4)
 
 
+def dequantize(rows: AffineRows) -> Floats:
+    """The float32 weights, exactly."""
+    packed = rows.weight.view(np.uint8)
+    if rows.bits == 4:
+        packed = np.stack((packed & 15, packed >> 4), axis=-1)
+    values = packed.reshape(*rows.scales.shape, GROUP_SIZE).astype(np.float32)
+    values *= rows.scales[..., None]
+    values += rows.biases[..., None]
+    return values.reshape(rows.weight.shape[0], -1)
+
+
 def _half(blocks: Bytes, at: int) -> Floats:
     halves = np.ascontiguousarray(blocks[..., at : at + 2]).view(np.float16)[..., 0]
     return halves.astype(np.float32)

@@ -16,6 +16,7 @@ from mlxserve_convert.gguf_blocks import (
     QUANTIZED_BITS,
     SUPPORTED_TYPES,
     AffineRows,
+    dequantize,
     read_affine,
     read_float,
 )
@@ -67,7 +68,7 @@ def import_gguf(
         num_bytes = sum(_planned_bytes(tensor, options) for tensor in plan.tensors)
         folder = OutputFolder(output, force=options.force)
         folder.check(num_bytes)
-        warnings: list[str] = []
+        warnings = _requantization_warning(file, _bits_wanted(options))
         verified = "not checked: nothing was written"
         if not options.dry_run:
             with folder:
@@ -92,7 +93,7 @@ def import_gguf(
 def _make_plan(file: GGUFFile, options: ConvertOptions) -> _Plan:
     architecture = architecture_of(file)
     _check_types(file)
-    bits, group_size = _quantization_wanted(file, options)
+    bits = _bits_wanted(options)
     reader = ConfigReader(file, architecture)
     config = reader.build()
     names = _target_names(file, config)
@@ -102,7 +103,7 @@ def _make_plan(file: GGUFFile, options: ConvertOptions) -> _Plan:
             f"{file.path}: the tokenizer has {tokenizer.num_tokens} tokens, the embedding only "
             f"{config['vocab_size']} rows"
         )
-    tensors = tuple(_planned(file.tensors[name], target, bits, group_size) for name, target in names.items())
+    tensors = tuple(_planned(file.tensors[name], target, bits, options) for name, target in names.items())
     config |= _token_ids(tokenizer)
     quantization = _quantization(tensors)
     if quantization is not None:
@@ -129,19 +130,21 @@ def _check_types(file: GGUFFile) -> None:
         )
 
 
-def _quantization_wanted(file: GGUFFile, options: ConvertOptions) -> tuple[int | None, int]:
-    """Bits and group size for the float matrices; bits None keeps them. Only a file of floats can be
-    quantized: what is quantized already is never quantized twice."""
-    group_size = DEFAULT_GROUP_SIZE if options.group_size is None else options.group_size
-    if options.bits is None and options.group_size is None:
-        return None, group_size
+def _bits_wanted(options: ConvertOptions) -> int | None:
+    """Bits for all matrices; None imports every tensor in its own format."""
+    if options.bits is None and options.group_size is not None:
+        return DEFAULT_BITS
+    return options.bits
+
+
+def _requantization_warning(file: GGUFFile, bits: int | None) -> list[str]:
     kinds = {tensor.type_name for tensor in file.tensors.values() if tensor.type_name in QUANTIZED_BITS}
-    if kinds:
-        raise ConversionError(
-            f"{file.path}: is quantized already ({', '.join(sorted(kinds))}): --bits and --group-size are "
-            "for float sources, leave them out to import it exactly"
-        )
-    return DEFAULT_BITS if options.bits is None else options.bits, group_size
+    if bits is None or not kinds:
+        return []
+    return [
+        f"{file.path.name} is quantized already ({', '.join(sorted(kinds))}) and is quantized again to "
+        f"{bits} bits, which loses more than either; without --bits it is imported exactly"
+    ]
 
 
 def _target_names(file: GGUFFile, config: dict[str, Any]) -> dict[str, str]:
@@ -174,13 +177,13 @@ def _target_names(file: GGUFFile, config: dict[str, Any]) -> dict[str, str]:
     return names
 
 
-def _planned(tensor: GGUFTensor, target: str, bits: int | None, group_size: int) -> PlannedTensor:
-    """``bits`` is for float matrices, None keeps them as floats."""
+def _planned(tensor: GGUFTensor, target: str, bits: int | None, options: ConvertOptions) -> PlannedTensor:
+    """``bits`` is for all matrices, None keeps each in its format."""
     is_matrix = len(tensor.shape) > 1
     own_bits: int | None = QUANTIZED_BITS.get(tensor.type_name)
     group: int | None = None if own_bits is None else GROUP_SIZE
-    if own_bits is None and bits is not None and is_matrix:
-        group = fit_group_size(tensor.shape[-1], group_size)
+    if bits is not None and is_matrix:
+        group = fit_group_size(tensor.shape[-1], options.group_size or DEFAULT_GROUP_SIZE)
         own_bits = None if group is None else bits
     return PlannedTensor(
         name=target,
@@ -237,6 +240,7 @@ class _Writer:
         self._file = file
         self._plan = plan
         self._dtype = options.dtype
+        self._is_requantized = _bits_wanted(options) is not None
         modules = [target.rpartition(".")[0] for target in plan.names.values()]
         names = [*plan.names.values(), *(f"{m}.{s}" for m in modules for s in _QUANTIZED_SUFFIXES)]
         self._shards = ShardedWriter(folder, names)
@@ -259,10 +263,14 @@ class _Writer:
         order = self._row_order(tensor)
         if tensor.type_name in FLOAT_TYPES:
             values = read_float(self._file, tensor)
-            self._add_floats(planned, values if order is None else values[order])
+            self._add_floats(planned, tensor.type_name, values if order is None else values[order])
             return
         rows = read_affine(self._file, tensor)
-        self._add_affine(planned, rows if order is None else rows.take_rows(order))
+        rows = rows if order is None else rows.take_rows(order)
+        if self._is_requantized:
+            self._add_floats(planned, "F32", dequantize(rows))
+        else:
+            self._add_affine(planned, rows)
 
     def _row_order(self, tensor: GGUFTensor) -> np.ndarray[Any, np.dtype[np.int64]] | None:
         """Within each head the file holds rows 0, h/2, 1, h/2 + 1, …: the order that restores 0, 1, 2, …"""
@@ -298,8 +306,7 @@ class _Writer:
             )
         return halves
 
-    def _add_floats(self, planned: PlannedTensor, values: np.ndarray[Any, Any]) -> None:
-        kind = planned.source_type
+    def _add_floats(self, planned: PlannedTensor, kind: str, values: np.ndarray[Any, Any]) -> None:
         wanted = kind if self._dtype is None else _FLOAT_NAMES[self._dtype]
         if wanted != kind:
             values = _cast_floats(values, kind, wanted)

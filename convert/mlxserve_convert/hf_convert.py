@@ -49,7 +49,8 @@ def convert_folder(
     source: Path, output: Path, options: ConvertOptions, on_progress: Progress | None
 ) -> ConvertReport:
     """Writes ``output`` from a folder of safetensors. Memory holds about one tensor at a time."""
-    folder = open_folder(source)
+    wants_bits = options.bits is not None or options.group_size is not None
+    folder = open_folder(source, allow_mlx=wants_bits)
     plan = _make_plan(folder, options)
     num_bytes = sum(_planned_bytes(tensor) for tensor in plan.tensors)
     target = OutputFolder(output, force=options.force)
@@ -80,6 +81,12 @@ def _make_plan(folder: SourceFolder, options: ConvertOptions) -> _Plan:
     config = {key: value for key, value in folder.config.items() if key not in _QUANTIZATION_KEYS}
     if not (folder.path / "tokenizer.json").is_file():
         warnings.append(f"{folder.path} has no tokenizer.json, the result cannot be served without one")
+    quantization = _mlx_quantization(folder.config)
+    if quantization is not None:
+        warnings.append(
+            f"{folder.path} is quantized already ({quantization['bits']}-bit) and is quantized again, which "
+            "loses more than a conversion of the floats"
+        )
     _settle_rope(folder, config)
     _settle_head(folder, config, warnings)
     model = build_model(config, folder.path)
@@ -174,9 +181,40 @@ def _load_lazily(folder: SourceFolder) -> dict[str, Any]:
     return weights
 
 
+def _mlx_quantization(config: dict[str, Any]) -> Quantization | None:
+    """How a folder is quantized in MLX's formats, None for floats."""
+    settings = config.get("quantization") or config.get("quantization_config") or {}
+    return settings if settings.get("bits") is not None else None
+
+
+def _dequantized(folder: SourceFolder, weights: dict[str, Any]) -> dict[str, Any]:
+    """An MLX folder's matrices as floats, lazily. A folder of floats comes back as it is."""
+    import mlx.core as mx
+
+    settings = _mlx_quantization(folder.config)
+    if settings is None:
+        return weights
+    for name in [name for name in weights if name.endswith(".scales")]:
+        module = name.removesuffix(".scales")
+        entry = settings.get(module)
+        entry = entry if isinstance(entry, dict) else settings
+        weight, scales = weights.get(f"{module}.weight"), weights.pop(name)
+        if weight is None:
+            raise ConversionError(f"{folder.path}: tensor '{module}.weight' is missing")
+        weights[f"{module}.weight"] = mx.dequantize(
+            weight,
+            scales,
+            weights.pop(f"{module}.biases", None),
+            group_size=entry.get("group_size"),
+            bits=entry.get("bits"),
+            mode=str(entry.get("mode", settings.get("mode", "affine"))),
+        )
+    return weights
+
+
 def _sanitized(folder: SourceFolder, model: Any) -> dict[str, Any]:
     """The weights under the names of mlx-lm's model."""
-    weights = _load_lazily(folder)
+    weights = _dequantized(folder, _load_lazily(folder))
     if not hasattr(model, "sanitize"):
         return weights
     try:

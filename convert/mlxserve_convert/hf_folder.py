@@ -51,12 +51,13 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def open_folder(path: Path) -> SourceFolder:
-    """Raises ConversionError with one line for whatever is missing, damaged or already quantized."""
+def open_folder(path: Path, *, allow_mlx: bool = False) -> SourceFolder:
+    """Raises ConversionError with one line for whatever is missing, damaged or already quantized; with
+    ``allow_mlx`` a folder that is quantized in MLX's own formats is taken."""
     if not (path / "config.json").is_file():
         raise ConversionError(f"{path}: not a model folder, config.json is missing")
     config = read_json(path / "config.json")
-    check_quantization(config, path)
+    check_quantization(config, path, allow_mlx=allow_mlx)
     check_model_type(config, path)
     shards, listed = _find_shards(path)
     tensors: dict[str, SourceTensor] = {}
@@ -79,7 +80,7 @@ def open_folder(path: Path) -> SourceFolder:
     return SourceFolder(path, config, shards, tensors)
 
 
-def check_quantization(config: dict[str, Any], path: Path) -> None:
+def check_quantization(config: dict[str, Any], path: Path, *, allow_mlx: bool = False) -> None:
     """Refuses by name every checkpoint whose weights are not plain floats. ``bits: null`` and an empty
     object mean that nothing is quantized."""
     text_config = config.get("text_config")
@@ -87,7 +88,7 @@ def check_quantization(config: dict[str, Any], path: Path) -> None:
         for key in ("quantization_config", "compression_config", "quantization"):
             settings = place.get(key)
             if isinstance(settings, dict) and settings:
-                _check_settings(settings, path)
+                _check_settings(settings, path, allow_mlx=allow_mlx)
     side_file = path / "hf_quant_config.json"
     if side_file.is_file():
         settings = read_json(side_file)
@@ -97,7 +98,7 @@ def check_quantization(config: dict[str, Any], path: Path) -> None:
         )
 
 
-def _check_settings(settings: dict[str, Any], path: Path) -> None:
+def _check_settings(settings: dict[str, Any], path: Path, *, allow_mlx: bool) -> None:
     method = settings.get("quant_method")
     if method is not None:
         form = settings.get("format") or settings.get("fmt")
@@ -106,9 +107,11 @@ def _check_settings(settings: dict[str, Any], path: Path) -> None:
             "convert from the unquantized checkpoint"
         )
     if settings.get("bits") is not None:
+        if allow_mlx:
+            return
         raise ConversionError(
             f"{path}: is an MLX model already ({settings['bits']}-bit, group size "
-            f"{settings.get('group_size')}); use it as it is, requantizing is not supported"
+            f"{settings.get('group_size')}): use it as it is, or give --bits to quantize it again"
         )
     unknown = sorted(set(settings) - {"bits", "group_size", "mode"})
     if unknown:

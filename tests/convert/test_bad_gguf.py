@@ -138,15 +138,6 @@ def test_missing_extra_and_misshapen_tensors_are_named(tmp_path: Path) -> None:
     assert "has shape (64, 64), the metadata asks for (96, 64)" in refusal(path)
 
 
-def test_bits_on_a_quantized_file_are_refused(sound: Path) -> None:
-    path = sound.parent / "sub" / "sound.gguf"
-    path.parent.mkdir()
-    path.write_bytes(sound.read_bytes())
-    message = refusal(path, bits=4)
-    assert "Q8_0" in message
-    assert "is quantized already" in message
-
-
 def test_missing_file_and_wrong_kind(tmp_path: Path) -> None:
     with pytest.raises(ConversionError, match="no such file or folder"):
         convert(tmp_path / "none.gguf", tmp_path / "out", ConvertOptions())

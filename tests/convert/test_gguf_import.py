@@ -104,6 +104,18 @@ def test_a_file_of_floats_can_be_quantized(tmp_path: Path, kind: Kind) -> None:
     assert np.abs(logits(model, TOKENS) - reference).max() < 0.25 * np.abs(reference).max()
 
 
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q8_0])
+def test_a_quantized_file_is_quantized_again_on_demand_and_says_so(tmp_path: Path, kind: Kind) -> None:
+    held = write_gguf(tmp_path / "tiny.gguf", LLAMA, random_weights(LLAMA), kind)
+    report = convert(tmp_path / "tiny.gguf", tmp_path / "out", ConvertOptions(bits=6, group_size=64))
+    assert f"is quantized already ({kind.name}) and is quantized again to 6 bits" in report.warnings[0]
+    arrays = mx.load(str(tmp_path / "out" / "model.safetensors"))
+    for module in ("lm_head", "model.layers.0.self_attn.k_proj"):
+        expected = mx.quantize(mx.array(held[f"{module}.weight"]), group_size=64, bits=6)
+        for part, values in zip(("weight", "scales", "biases"), expected, strict=True):
+            assert mx.array_equal(arrays[f"{module}.{part}"], values), module
+
+
 @pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q8_0])
 def test_scales_near_the_float16_limit_stay_exact(tmp_path: Path, kind: Kind) -> None:
     # -128 d overflows float16 here, d itself does not.

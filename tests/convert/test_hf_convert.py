@@ -272,7 +272,6 @@ def test_a_known_architecture_with_code_beside_it_converts_without_it(tmp_path: 
         ({"quant_method": "compressed-tensors", "format": "zip-quantized"}, ["zip-quantized"]),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, ["bitsandbytes"]),
         ({"quant_method": "mxfp4"}, ["mxfp4"]),
-        ({"group_size": 64, "bits": 4}, ["MLX model already", "4-bit"]),
         ({"mystery": 1}, ["mystery"]),
     ],
 )
@@ -295,11 +294,22 @@ def test_an_empty_quantization_means_none(tmp_path: Path) -> None:
     assert "quantization_config" not in config_of(tmp_path / "out")
 
 
-def test_a_converted_folder_is_not_converted_again(tmp_path: Path) -> None:
-    source = write_folder(tmp_path / "source", LLAMA, random_weights(LLAMA))
-    run(source, tmp_path / "out")
-    with pytest.raises(ConversionError, match="MLX model already"):
-        run(tmp_path / "out", tmp_path / "again")
+def test_a_converted_folder_is_quantized_again_only_on_demand(tmp_path: Path) -> None:
+    config = {**LLAMA, "hidden_size": 96, "intermediate_size": 80}
+    source = write_folder(tmp_path / "source", config, random_weights(config))
+    run(source, tmp_path / "eight", bits=8, group_size=32)
+    with pytest.raises(ConversionError, match=r"MLX model already \(8-bit, group size 32\)"):
+        run(tmp_path / "eight", tmp_path / "again")
+    report = run(tmp_path / "eight", tmp_path / "four", bits=4, group_size=32)
+    assert "is quantized already (8-bit) and is quantized again" in report.warnings[0]
+    eight = mx.load(str(tmp_path / "eight" / "model.safetensors"))
+    four = mx.load(str(tmp_path / "four" / "model.safetensors"))
+    parts = (eight[f"lm_head.{part}"] for part in ("weight", "scales", "biases"))
+    floats = mx.dequantize(*parts, group_size=32, bits=8)
+    for part, values in zip(("weight", "scales", "biases"), mx.quantize(floats, group_size=32), strict=True):
+        assert mx.array_equal(four[f"lm_head.{part}"], values)
+    assert config_of(tmp_path / "four")["quantization"]["lm_head"]["bits"] == 4
+    load_model(tmp_path / "four")
 
 
 def test_values_too_large_for_float16_keep_their_tensor_as_it_is(tmp_path: Path) -> None:
