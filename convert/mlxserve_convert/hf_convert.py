@@ -81,6 +81,9 @@ def _make_plan(folder: SourceFolder, options: ConvertOptions) -> _Plan:
     config = {key: value for key, value in folder.config.items() if key not in _QUANTIZATION_KEYS}
     if not (folder.path / "tokenizer.json").is_file():
         warnings.append(f"{folder.path} has no tokenizer.json, the result cannot be served without one")
+    for key in ("torch_dtype", "dtype"):
+        if key in config and options.dtype is not None:
+            config[key] = options.dtype
     quantization = _mlx_quantization(folder.config)
     if quantization is not None:
         warnings.append(

@@ -316,8 +316,10 @@ def test_values_too_large_for_float16_keep_their_tensor_as_it_is(tmp_path: Path)
     weights = random_weights(LLAMA)
     weights["model.norm.weight"][:4] = [70144.0, 3.0, -0.0001, 1e-8]
     weights[HEAD][0, 0] = -1e6
-    source = write_folder(tmp_path / "source", LLAMA, weights, dtype=mx.bfloat16)
+    config = {**LLAMA, "torch_dtype": "bfloat16"}
+    source = write_folder(tmp_path / "source", config, weights, dtype=mx.bfloat16)
     report = run(source, tmp_path / "out", dtype="float16", verify="never")
+    assert config_of(tmp_path / "out")["torch_dtype"] == "float16"
     arrays = mx.load(str(tmp_path / "out" / "model.safetensors"))
     assert arrays["model.norm.weight"].dtype == mx.bfloat16
     assert arrays["lm_head.scales"].dtype == mx.bfloat16
