@@ -154,7 +154,7 @@ async def test_bad_requests_name_their_field(shared_api: Client, fields: dict[st
     refused = await shared_api.post(COMPLETIONS, {"model": "m", "max_tokens": 1, **fields})
     assert refused.status == 400
     assert refused.error["type"] == "invalid_request_error"
-    assert refused.error["param"].split("[")[0] == param
+    assert refused.error["param"] == param
     assert param in refused.error["message"]
     assert (await shared_api.complete("One", max_tokens=1)).text == "fine"
 

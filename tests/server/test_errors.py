@@ -48,7 +48,7 @@ OK = [reply("", ["fine"])]
         ({"logit_bias": {"1": True}}, "logit_bias"),
         ({"logit_bias": [1]}, "logit_bias"),
         ({"messages": "hello"}, "messages"),
-        ({"messages": ["hello"]}, "messages[0]"),
+        ({"messages": ["hello"]}, "messages"),
         ({"messages": [{"content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": "x", "mood": "bad"}]}, "messages[0].mood"),

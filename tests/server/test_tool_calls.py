@@ -178,7 +178,7 @@ FUNCTION = {"name": "f", "parameters": {}}
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "moon"}}}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": "perhaps"}, "tool_choice"),
         ({"tools": {"type": "function"}}, "tools"),
-        ({"tools": ["moon"]}, "tools[0]"),
+        ({"tools": ["moon"]}, "tools"),
         ({"tools": [{"type": "retrieval", "function": FUNCTION}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),

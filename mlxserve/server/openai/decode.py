@@ -26,6 +26,7 @@ _UNKNOWN_FIELD = re.compile(r"^Object contains unknown field `(?P<name>.*)`$", r
 _MISSING_FIELD = re.compile(r"^Object missing required field `(?P<name>.*)`$")
 _WRONG_TYPE = re.compile(r"^Expected `(?P<expected>[^`]*)`, got `[^`]*`$")
 _OUT_OF_LIMIT = re.compile(r"^Expected `(?P<expected>[^`]*)` (?P<limit>[<>].*)$")
+_ITEM = re.compile(r"(\[\d+\])+$")
 _STEP = re.compile(r"\.(?P<key>[^.\[]+)|\[(?P<index>\d+|\.\.\.)\]")
 
 
@@ -73,7 +74,8 @@ def _decode_untyped(body: bytes) -> object:
 
 
 def _explain(message: str, value: object, root: str = "") -> InvalidRequestError:
-    """msgspec's sentence as an error of ours, with the field as ``param`` and the value that was given."""
+    """msgspec's sentence as an error of ours, with place and given value; ``param`` is the field, without
+    the index of an item in it."""
     match = _PLACE.match(message)
     assert match is not None
     what, path = match["what"], (match["path"] or "$").removeprefix("$")
@@ -86,14 +88,15 @@ def _explain(message: str, value: object, root: str = "") -> InvalidRequestError
         return InvalidRequestError(f"{name} is required", param=name, code="missing_required_parameter")
     given = _shown(_find(value, path))
     subject = place or "the body"
+    param = _ITEM.sub("", place) or None
     if wrong := _WRONG_TYPE.match(what):
         expected = " or ".join(_JSON_NAMES.get(name, name) for name in wrong["expected"].split(" | "))
         return InvalidRequestError(
-            f"{subject} must be of type {expected}, not {given}", param=place or None, code="invalid_type"
+            f"{subject} must be of type {expected}, not {given}", param=param, code="invalid_type"
         )
     if limit := _OUT_OF_LIMIT.match(what):
-        return InvalidRequestError(f"{subject} must be {limit['limit']}, not {given}", param=place or None)
-    return InvalidRequestError(f"{subject}: {what[:1].lower()}{what[1:]}", param=place or None)
+        return InvalidRequestError(f"{subject} must be {limit['limit']}, not {given}", param=param)
+    return InvalidRequestError(f"{subject}: {what[:1].lower()}{what[1:]}", param=param)
 
 
 def _find(value: Any, path: str) -> object:

@@ -84,7 +84,7 @@ class Run:
         """Totals; each prompt counts once, whatever the number of its choices."""
         prompt = sum(len(prompt.ids) for prompt in self._job.prompts)
         completion = sum(reader.num_tokens for reader in self._readers)
-        firsts = self._readers[:: self._job.options.num_choices]
+        firsts = self._readers[:: self._job.options.choices_per_prompt]
         cached = sum(reader.num_cached_tokens for reader in firsts)
         return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
 

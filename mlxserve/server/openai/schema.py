@@ -1,7 +1,7 @@
 """Wire types of OpenAI's requests. Strict: an unknown field or a wrong type is an error that names it.
 
 The last block of each request type lists fields of OpenAI's API which are accepted only at a value that
-asks for nothing (``NEUTRAL_VALUES``), or which label a request and never change its output
+asks for nothing (``NEUTRAL_…_VALUES``), or which label a request and never change its output
 (``user``, ``metadata``, ``service_tier``, ``safety_identifier``, ``prompt_cache_key``).
 """
 
@@ -159,28 +159,31 @@ class CompletionRequest(GenerationFields, kw_only=True):
     suffix: str | None = None
 
 
-NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+Neutral = dict[str, tuple[Any, ...]]
+"""Fields that this version does not support, with the values beside null that ask for nothing."""
+
+_NEUTRAL_VALUES: Neutral = {"frequency_penalty": (0.0,), "presence_penalty": (0.0,)}
+
+NEUTRAL_CHAT_VALUES: Neutral = _NEUTRAL_VALUES | {
     "audio": (),
-    "frequency_penalty": (0.0,),
     "function_call": ("none",),
     "functions": ([],),
     "logprobs": (False,),
     "modalities": (["text"],),
     "prediction": (),
-    "presence_penalty": (0.0,),
     "prompt_cache_retention": (),
     "reasoning_effort": (),
     "response_format": ({"type": "text"},),
     "store": (False,),
-    "suffix": ("",),
     "top_logprobs": (0,),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
-"""Fields that this version does not support, with the values beside null that ask for nothing."""
 
-NEUTRAL_MESSAGE_VALUES: dict[str, tuple[Any, ...]] = {"annotations": ([],), "audio": (), "function_call": ()}
+NEUTRAL_COMPLETION_VALUES: Neutral = _NEUTRAL_VALUES | {"logprobs": (), "suffix": ("",)}
 
-NEUTRAL_STREAM_VALUES: dict[str, tuple[Any, ...]] = {"include_obfuscation": (False,)}
+NEUTRAL_MESSAGE_VALUES: Neutral = {"annotations": ([],), "audio": (), "function_call": ()}
 
-NEUTRAL_FUNCTION_VALUES: dict[str, tuple[Any, ...]] = {"strict": (False,)}
+NEUTRAL_STREAM_VALUES: Neutral = {"include_obfuscation": (False,)}
+
+NEUTRAL_FUNCTION_VALUES: Neutral = {"strict": (False,)}

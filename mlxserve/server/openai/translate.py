@@ -15,9 +15,10 @@ from mlxserve.errors import ContextLengthError, InvalidRequestError, TemplateErr
 from mlxserve.server.openai.decode import refuse_unsupported
 from mlxserve.server.openai.schema import (
     MAX_STOPS,
+    NEUTRAL_CHAT_VALUES,
+    NEUTRAL_COMPLETION_VALUES,
     NEUTRAL_MESSAGE_VALUES,
     NEUTRAL_STREAM_VALUES,
-    NEUTRAL_VALUES,
     ChatRequest,
     CompletionRequest,
     GenerationFields,
@@ -43,9 +44,9 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What both routes take, validated. ``num_choices`` is the number for each prompt."""
+    """What both routes take, validated."""
 
-    num_choices: int
+    choices_per_prompt: int
     sampling: SamplingParams
     stops: tuple[str, ...]
     is_stream: bool
@@ -54,7 +55,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A validated request. Choice i belongs to prompt ``i // num_choices``. ``max_tokens`` holds each
+    """A validated request. Choice i belongs to prompt ``i // choices_per_prompt``. ``max_tokens`` holds each
     prompt's limit after the cut to the context; all are 0 when nothing is to be generated."""
 
     id: str
@@ -70,14 +71,14 @@ class Job:
     @property
     def num_choices(self) -> int:
         """Of all prompts together."""
-        return len(self.prompts) * self.options.num_choices
+        return len(self.prompts) * self.options.choices_per_prompt
 
     @property
     def generates(self) -> bool:
         return any(self.max_tokens)
 
     def prompt_of(self, choice: int) -> Prompt:
-        return self.prompts[choice // self.options.num_choices]
+        return self.prompts[choice // self.options.choices_per_prompt]
 
     def requests(self) -> list[GenerationRequest]:
         """The engine requests, in choice order; none when nothing is to be generated."""
@@ -91,7 +92,7 @@ class Job:
                 script_key=prompt.text,
             )
             for prompt_index, (prompt, limit) in enumerate(zip(self.prompts, self.max_tokens, strict=True))
-            for choice in range(self.options.num_choices if limit else 0)
+            for choice in range(self.options.choices_per_prompt if limit else 0)
         ]
 
     def _sampling_of(self, choice: int) -> SamplingParams:
@@ -103,6 +104,7 @@ class Job:
 
 def translate_chat(body: ChatRequest, model: ServedModel) -> Job:
     """Render, encode and check a chat request; raises InvalidRequestError."""
+    refuse_unsupported(body, NEUTRAL_CHAT_VALUES)
     options = _options(body, model)
     tools = checked_tools(body, model)
     prompt = _chat_prompt(body, model, tools)
@@ -121,13 +123,14 @@ def translate_chat(body: ChatRequest, model: ServedModel) -> Job:
 
 def translate_completion(body: CompletionRequest, model: ServedModel) -> Job:
     """Encode and check a completions request; raises InvalidRequestError."""
+    refuse_unsupported(body, NEUTRAL_COMPLETION_VALUES)
     options = _options(body, model)
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise UnsupportedFieldError(
             f"best_of must equal n ({body.n or 1}) in this version, not {body.best_of}", param="best_of"
         )
     prompts = _completion_prompts(body.prompt, model)
-    num_rows = len(prompts) * options.num_choices
+    num_rows = len(prompts) * options.choices_per_prompt
     if num_rows > MAX_ROWS:
         raise InvalidRequestError(
             f"prompts times n must be at most {MAX_ROWS}, not {num_rows}", param="prompt"
@@ -145,13 +148,12 @@ def translate_completion(body: CompletionRequest, model: ServedModel) -> Job:
 
 
 def _options(body: GenerationFields, model: ServedModel) -> Options:
-    refuse_unsupported(body, NEUTRAL_VALUES)
     if body.stream_options is not None:
         if not body.stream:
             raise InvalidRequestError("stream_options needs stream to be true", param="stream_options")
         refuse_unsupported(body.stream_options, NEUTRAL_STREAM_VALUES, "stream_options.")
     return Options(
-        num_choices=body.n or 1,
+        choices_per_prompt=body.n or 1,
         sampling=_sampling(body, model),
         stops=_stops(body.stop),
         is_stream=bool(body.stream),
