@@ -5,9 +5,9 @@ The extension has: float32 activations; affine 4- and 8-bit weights with groups 
 weights and KV pools of float32, float16 or bfloat16. There the result of a row does not depend on the other
 rows of the call, on its place among them, on page placement or on the number of threads: its bits are equal.
 
-All functions are lazy as mlx ops are. The extension raises ValueError at the call for wrong shapes and dtypes,
-and RuntimeError when the result is evaluated for wrong *values* of index arrays, a slot or page outside the pool
-(``reference`` cannot see those: there the caller must be right).
+All functions are lazy as mlx ops are. The extension raises ValueError at the call for wrong shapes and
+dtypes, and RuntimeError when the result is evaluated for wrong *values* of index arrays, such as a slot
+outside the pool (``reference`` cannot see those: there the caller must be right).
 """
 
 from __future__ import annotations

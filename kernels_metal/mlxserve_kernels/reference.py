@@ -4,6 +4,7 @@ kernel of ours does. Shapes, dtypes and errors are those of ``ops``."""
 from __future__ import annotations
 
 import mlx.core as mx
+import numpy as np
 
 
 def quantized_matmul(
@@ -63,9 +64,9 @@ def paged_attention(
     softcap: float | None = None,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    starts: list[int] = q_starts.tolist()
+    starts, lengths = _ints(q_starts), _ints(kv_lens)
     outputs = []
-    for index, kv_len in enumerate(kv_lens.tolist()):
+    for index, kv_len in enumerate(lengths):
         rows = q[starts[index] : starts[index + 1]]
         if not rows.shape[0]:
             continue
@@ -75,6 +76,10 @@ def paged_attention(
         outputs.append(_attend(rows, keys, values, scale, window, softcap, sinks))
     outputs.append(mx.zeros((q.shape[0] - starts[-1], q.shape[1], v_pool.shape[3]), dtype=q.dtype))
     return mx.concatenate(outputs)
+
+
+def _ints(ids: mx.array) -> list[int]:
+    return [int(value) for value in np.asarray(ids)]
 
 
 def _gather(pool: mx.array, pages: mx.array, kv_len: int) -> mx.array:

@@ -4,67 +4,97 @@
 // vec.h. Both paths keep it, so a result depends on its row of x and its row of w alone.
 
 // Readers of one row of w: `group(g)` enters a group, `vector(k)` gives values k .. k + W - 1 of it.
+// CHUNK values are of one group whatever the group's size.
+constexpr long CHUNK = 32;
+
+template <bool IsFloat>
+struct ReadScales {
+  const char *scales, *biases;
+  Format format;
+
+  INLINE_MEMBER void open(const Weight& w, long n) {
+    long offset = n * (w.k / w.group) * (IsFloat ? 4 : 2);
+    scales = (const char*)w.scales + offset;
+    biases = (const char*)w.biases + offset;
+    format = w.scale_format;
+  }
+  // Rows are often too short for the hardware to foresee the next ones: `ahead` rows on, a share of the
+  // `count` rows there for each chunk.
+  INLINE_MEMBER void prefetch(const Weight& w, long chunk, long ahead, long count) const {
+    long at = ahead * (w.k / w.group) * (IsFloat ? 4 : 2) + (chunk * CHUNK / w.group) * count * (IsFloat ? 4 : 2);
+    __builtin_prefetch(scales + at);
+    __builtin_prefetch(biases + at);
+  }
+  INLINE_MEMBER float scale(long g) const { return load_scalar(scales, IsFloat ? Format::float32 : format, g); }
+  INLINE_MEMBER float bias(long g) const { return load_scalar(biases, IsFloat ? Format::float32 : format, g); }
+};
+
+template <bool IsFloat>
 struct ReadAffine4 {
   const uint32_t* words;
-  const void *scales, *biases;
-  Format format;
-  vf table, scale, bias;
-  float values[16];
+  ReadScales<IsFloat> scales;
+#if defined(MLXSERVE_AVX512)
+  vf table;
+#elif defined(MLXSERVE_AVX2)
+  vf scale, bias;
+#else
+  float table[16];
+#endif
 
   INLINE_MEMBER void open(const Weight& w, long n) {
     words = (const uint32_t*)w.data + n * (w.k / 8);
-    long first = n * (w.k / w.group), size = w.scale_format == Format::float32 ? 4 : 2;
-    scales = (const char*)w.scales + first * size;
-    biases = (const char*)w.biases + first * size;
-    format = w.scale_format;
+    scales.open(w, n);
+  }
+  INLINE_MEMBER void prefetch(const Weight& w, long chunk, long ahead, long count) const {
+    const char* at = (const char*)words + ahead * (w.k / 2) + chunk * 16 * count;
+    for (long i = 0; i < 16 * count; i += 64) __builtin_prefetch(at + i);
+    scales.prefetch(w, chunk, ahead, count);
   }
   INLINE_MEMBER void group(long g) {
-    float s = load_scalar(scales, format, g), b = load_scalar(biases, format, g);
+    float s = scales.scale(g), b = scales.bias(g);
 #if defined(MLXSERVE_AVX512)
     table = splat(s) * (vf){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + splat(b);
 #elif defined(MLXSERVE_AVX2)
-    scale = splat(s);
-    bias = splat(b);
+    scale = splat(s), bias = splat(b);
 #else
-    for (int i = 0; i < 16; ++i) values[i] = s * (float)i + b;
+    for (int i = 0; i < 16; ++i) table[i] = s * (float)i + b;
 #endif
   }
   INLINE_MEMBER vf vector(long k) const {
+    const uint32_t* from = words + (unsigned long)k / 8;
 #if defined(MLXSERVE_AVX512)
     // Nibbles 2 j and 2 j + 1 go to the two halves of 64-bit lane j; the permutation reads 4 bits of each.
     const __m512i picks = _mm512_set_epi64(0x3c00000038, 0x3400000030, 0x2c00000028, 0x2400000020,
                                            0x1c00000018, 0x1400000010, 0x0c00000008, 0x0400000000);
     long long both;
-    __builtin_memcpy(&both, words + k / 8, 8);
+    __builtin_memcpy(&both, from, 8);
     return _mm512_permutexvar_ps(_mm512_multishift_epi64_epi8(picks, _mm512_set1_epi64(both)), table);
 #elif defined(MLXSERVE_AVX2)
-    __m256i q = _mm256_srlv_epi32(_mm256_set1_epi32((int)words[k / 8]),
-                                  _mm256_set_epi32(28, 24, 20, 16, 12, 8, 4, 0));
+    __m256i q = _mm256_srlv_epi32(_mm256_set1_epi32((int)*from), _mm256_set_epi32(28, 24, 20, 16, 12, 8, 4, 0));
     return scale * _mm256_cvtepi32_ps(_mm256_and_si256(q, _mm256_set1_epi32(15))) + bias;
 #else
-    uint32_t q = words[k / 8] >> (k % 8 * 4);
-    return (vf){values[q & 15], values[q >> 4 & 15], values[q >> 8 & 15], values[q >> 12 & 15]};
+    uint32_t q = *from >> (k % 8 * 4);
+    return (vf){table[q & 15], table[q >> 4 & 15], table[q >> 8 & 15], table[q >> 12 & 15]};
 #endif
   }
 };
 
+template <bool IsFloat>
 struct ReadAffine8 {
   const uint8_t* bytes;
-  const void *scales, *biases;
-  Format format;
+  ReadScales<IsFloat> scales;
   vf scale, bias;
 
   INLINE_MEMBER void open(const Weight& w, long n) {
     bytes = (const uint8_t*)w.data + n * w.k;
-    long first = n * (w.k / w.group), size = w.scale_format == Format::float32 ? 4 : 2;
-    scales = (const char*)w.scales + first * size;
-    biases = (const char*)w.biases + first * size;
-    format = w.scale_format;
+    scales.open(w, n);
   }
-  INLINE_MEMBER void group(long g) {
-    scale = splat(load_scalar(scales, format, g));
-    bias = splat(load_scalar(biases, format, g));
+  INLINE_MEMBER void prefetch(const Weight& w, long chunk, long ahead, long count) const {
+    const char* at = (const char*)bytes + ahead * w.k + chunk * 32 * count;
+    for (long i = 0; i < 32 * count; i += 64) __builtin_prefetch(at + i);
+    scales.prefetch(w, chunk, ahead, count);
   }
+  INLINE_MEMBER void group(long g) { scale = splat(scales.scale(g)), bias = splat(scales.bias(g)); }
   INLINE_MEMBER vf vector(long k) const {
 #if defined(MLXSERVE_AVX512)
     vf q = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(bytes + k))));
@@ -85,6 +115,7 @@ struct ReadDense {
     row = (const char*)w.data + n * w.k * (F == Format::float32 ? 4 : 2);
   }
   INLINE_MEMBER void group(long) {}
+  INLINE_MEMBER void prefetch(const Weight&, long, long, long) const {}
   INLINE_MEMBER vf vector(long k) const {
     if constexpr (F == Format::float32) return load((const float*)row + k);
     if constexpr (F == Format::float16) return load_half((const uint16_t*)row + k);
@@ -103,32 +134,46 @@ constexpr bool is_dense = false;
 template <Format F>
 constexpr bool is_dense<ReadDense<F>> = true;
 
+// The chunks of a group, as a shift.
+INLINE int chunk_shift(const Weight& w) { return w.group == 128 ? 2 : w.group == 64 ? 1 : 0; }
+
 // M rows times C columns in registers.
 template <class R, int M, int C>
 static void direct_block(const Weight& w, const MatmulTile& t, long col) {
   R readers[C];
   vf acc[M][C];
   const float* x = t.x + t.row_begin * w.k;
+  const long size = w.k;
+  const int shift = chunk_shift(w);
+#pragma GCC unroll 8
   for (int c = 0; c < C; ++c) {
     readers[c].open(w, col + c);
+#pragma GCC unroll 8
     for (int m = 0; m < M; ++m) acc[m][c] = (vf){};
   }
-  long group = is_dense<R> ? w.k / W * W : w.group;
-  for (long begin = 0, g = 0; begin + group <= w.k && group; begin += group, ++g) {
-    for (int c = 0; c < C; ++c) readers[c].group(g);
-    for (long k = begin; k < begin + group; k += W)
-      for (int c = 0; c < C; ++c) {
-        vf v = readers[c].vector(k);
-        for (int m = 0; m < M; ++m) acc[m][c] = fma(v, load(x + m * w.k + k), acc[m][c]);
-      }
-    if (is_dense<R>) break;
+  auto add = [&](long k, auto&& read) INLINE_LAMBDA {
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) {
+      vf v = read(readers[c], k);
+#pragma GCC unroll 8
+      for (int m = 0; m < M; ++m) acc[m][c] = fma(v, load(x + m * size + k), acc[m][c]);
+    }
+  };
+  auto whole = [](const R& reader, long k) INLINE_LAMBDA { return reader.vector(k); };
+  for (long k = 0; k + CHUNK <= size; k += CHUNK) {
+    readers[0].prefetch(w, k / CHUNK, 2 * C, C);
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) readers[c].group(k / CHUNK >> shift);
+#pragma GCC unroll 8
+    for (int i = 0; i < CHUNK / W; ++i) add(k + i * W, whole);
   }
   if constexpr (is_dense<R>) {
-    long k = w.k / W * W, count = w.k - k;
+    for (long k = size / CHUNK * CHUNK; k + W <= size; k += W) add(k, whole);
+    long k = size / W * W, count = size - k;
     if (count)
       for (int c = 0; c < C; ++c)
         for (int m = 0; m < M; ++m)
-          acc[m][c] = fma(readers[c].rest(k, count), load_first(x + m * w.k + k, count), acc[m][c]);
+          acc[m][c] = fma(readers[c].rest(k, count), load_first(x + m * size + k, count), acc[m][c]);
   }
   for (int m = 0; m < M; ++m) {
     float* y = t.y + (t.row_begin + m) * t.ld + col;
@@ -164,9 +209,10 @@ static void direct(const Weight& w, const MatmulTile& t) {
 }
 
 static void matmul_direct(const Weight& w, const MatmulTile& t) {
+  bool is_float = w.scale_format == Format::float32;
   switch (w.format) {
-    case Format::affine4: return direct<ReadAffine4>(w, t);
-    case Format::affine8: return direct<ReadAffine8>(w, t);
+    case Format::affine4: return is_float ? direct<ReadAffine4<true>>(w, t) : direct<ReadAffine4<false>>(w, t);
+    case Format::affine8: return is_float ? direct<ReadAffine8<true>>(w, t) : direct<ReadAffine8<false>>(w, t);
     case Format::float32: return direct<ReadDense<Format::float32>>(w, t);
     case Format::float16: return direct<ReadDense<Format::float16>>(w, t);
     case Format::bfloat16: return direct<ReadDense<Format::bfloat16>>(w, t);
@@ -202,12 +248,13 @@ static void fill_panel(const Weight& w, long begin, long end, float* panel) {
       }
       R reader;
       reader.open(w, tile + c);
-      long group = is_dense<R> ? w.k / W * W : w.group;
-      for (long first = 0, g = 0; first + group <= w.k && group; first += group, ++g) {
-        reader.group(g);
-        for (long k = first; k < first + group; k += W) store(to + k * TN, reader.vector(k));
-        if (is_dense<R>) break;
+      const int shift = chunk_shift(w);
+      for (long k = 0; k + CHUNK <= w.k; k += CHUNK) {
+        reader.group(k / CHUNK >> shift);
+        for (int i = 0; i < CHUNK; i += W) store(to + (k + i) * TN, reader.vector(k + i));
       }
+      if constexpr (is_dense<R>)
+        for (long k = w.k / CHUNK * CHUNK; k + W <= w.k; k += W) store(to + k * TN, reader.vector(k));
       if constexpr (is_dense<R>)
         if (w.k % W) store(to + w.k / W * TN * W, reader.rest(w.k / W * W, w.k % W));
     }
@@ -240,8 +287,8 @@ INLINE void tile_sums(const float* x, const float* w, long steps, float (*sums)[
 static void matmul_panel(const Weight& w, const MatmulTile& t, const float* packed, float* panel) {
   long steps = ceil_div(w.k, W);
   switch (w.format) {
-    case Format::affine4: fill_panel<ReadAffine4>(w, t.col_begin, t.col_end, panel); break;
-    case Format::affine8: fill_panel<ReadAffine8>(w, t.col_begin, t.col_end, panel); break;
+    case Format::affine4: fill_panel<ReadAffine4<false>>(w, t.col_begin, t.col_end, panel); break;
+    case Format::affine8: fill_panel<ReadAffine8<false>>(w, t.col_begin, t.col_end, panel); break;
     case Format::float32: fill_panel<ReadDense<Format::float32>>(w, t.col_begin, t.col_end, panel); break;
     case Format::float16: fill_panel<ReadDense<Format::float16>>(w, t.col_begin, t.col_end, panel); break;
     case Format::bfloat16: fill_panel<ReadDense<Format::bfloat16>>(w, t.col_begin, t.col_end, panel); break;

@@ -18,6 +18,7 @@ typedef float v4 __attribute__((vector_size(16), may_alias));
 
 #define INLINE static inline __attribute__((always_inline))
 #define INLINE_MEMBER inline __attribute__((always_inline))
+#define INLINE_LAMBDA __attribute__((always_inline))
 
 INLINE long least(long a, long b) { return a < b ? a : b; }
 INLINE long most(long a, long b) { return a > b ? a : b; }
