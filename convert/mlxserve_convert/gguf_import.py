@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mlxserve.errors import ConversionError
-from mlxserve_convert.architectures import build_model
+from mlxserve.models.architectures import build_model
 from mlxserve_convert.gguf_blocks import (
     FLOAT_TYPES,
     GROUP_SIZE,

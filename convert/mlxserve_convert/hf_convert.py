@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from mlxserve.errors import ConversionError
-from mlxserve_convert.architectures import build_model, config_fields
+from mlxserve.errors import ConversionError, UnsupportedModelError
+from mlxserve.models.architectures import build_model, config_fields
+from mlxserve.models.rope_config import settle_rope
 from mlxserve_convert.hf_folder import SourceFolder, open_folder
 from mlxserve_convert.mlx_arrays import fit_group_size, write_array, write_quantized
 from mlxserve_convert.options import (
@@ -90,7 +91,10 @@ def _make_plan(folder: SourceFolder, options: ConvertOptions) -> _Plan:
             f"{folder.path} is quantized already ({quantization['bits']}-bit) and is quantized again, which "
             "loses more than a conversion of the floats"
         )
-    _settle_rope(folder, config)
+    try:
+        config = settle_rope(config, config_fields(config, folder.path))
+    except UnsupportedModelError as error:
+        raise ConversionError(f"{folder.path}: {error}") from None
     _settle_head(folder, config, warnings)
     model = build_model(config, folder.path)
     weights = _sanitized(folder, model)
@@ -102,34 +106,6 @@ def _make_plan(folder: SourceFolder, options: ConvertOptions) -> _Plan:
     if any(settings is not None for settings in modules.values()):
         config["quantization"] = _quantization_config(modules, bits, group_size)
     return _Plan(config, weights, modules, tensors, warnings)
-
-
-def _settle_rope(folder: SourceFolder, config: dict[str, Any]) -> None:
-    """transformers 5 writes ``rope_parameters`` where older versions wrote ``rope_theta`` and
-    ``rope_scaling``. An architecture that knows the old fields alone would use its default base in
-    silence: it gets them, or is refused if they cannot hold the parameters.
-    """
-    parameters = config.get("rope_parameters")
-    if not isinstance(parameters, dict) or not parameters:
-        return
-    fields = config_fields(config, folder.path)
-    if "rope_parameters" in fields or "rope_theta" not in fields:
-        return
-    if any(isinstance(value, dict) for value in parameters.values()):
-        raise ConversionError(
-            f"{folder.path}: config.json has rope_parameters for each kind of layer, which mlx-lm's "
-            f"{config['model_type']} does not read"
-        )
-    if "rope_theta" in parameters:
-        config.setdefault("rope_theta", parameters["rope_theta"])
-    kind = parameters.get("rope_type", "default")
-    if kind != "default" and config.get("rope_scaling") is None:
-        if "rope_scaling" not in fields:
-            raise ConversionError(
-                f"{folder.path}: config.json scales its rope ({kind}), which mlx-lm's "
-                f"{config['model_type']} does not read"
-            )
-        config["rope_scaling"] = {key: value for key, value in parameters.items() if key != "rope_theta"}
 
 
 def _settle_head(folder: SourceFolder, config: dict[str, Any], warnings: list[str]) -> None:

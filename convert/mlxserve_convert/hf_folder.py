@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxserve.errors import ConversionError
-from mlxserve_convert.architectures import check_model_type
+from mlxserve.models.architectures import check_model_type
 
 _MAX_HEADER_BYTES = 100_000_000
 _ITEM_BITS = {

@@ -17,6 +17,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlxserve.errors import MlxserveError, ModelLoadError, UnsupportedModelError
+from mlxserve.models.architectures import config_fields
 from mlxserve.models.layers import use_kernels
 from mlxserve.models.paged import (
     LayerPages,
@@ -27,6 +28,7 @@ from mlxserve.models.paged import (
     bind_attention,
     select_rows_before_head,
 )
+from mlxserve.models.rope_config import settle_rope
 from mlxserve.models.safetensors_file import check_safetensors_folder
 
 _PROBE_LENGTH = 6
@@ -111,8 +113,9 @@ def _build(folder: Path, config: dict[str, Any]) -> nn.Module:
         raise UnsupportedModelError(
             f"{folder} has quant_method {method!r}; convert it first: mlxserve convert {folder} -o OUT"
         )
+    settled = settle_rope(config, config_fields(config, folder))
     try:
-        module, _ = load_mlx_lm(folder, lazy=True, strict=True, trust_remote_code=False)
+        module, _ = load_mlx_lm(folder, lazy=True, strict=True, model_config=settled, trust_remote_code=False)
     except (ValueError, KeyError, TypeError, RuntimeError, FileNotFoundError) as error:
         raise ModelLoadError(f"cannot load {folder}: {_first_line(error)}") from None
     assert isinstance(module, nn.Module)
@@ -136,17 +139,27 @@ def _activation_dtype(module: nn.Module) -> mx.Dtype:
 
 
 def _convert_parameters(module: nn.Module, dtype: mx.Dtype) -> None:
-    """Bring floating parameters to the dtype of the activations. Matrices whose kernels widen them as
-    they read (dense and affine 4/8-bit on the CPU) stay as they are: fewer bytes a token."""
+    """Bring floating parameters to the dtype of the activations. On the CPU, dense matrices and affine
+    4/8-bit scales stay narrow, or become so where that is exact: their kernels widen them as they read,
+    and fewer bytes are read a token."""
     for _, layer in module.named_modules():
-        keeps_matrix = type(layer).__name__ in ("KernelLinear", "KernelEmbedding")
-        keeps_scales = getattr(layer, "mode", None) == "affine" and getattr(layer, "bits", None) in (4, 8)
+        is_dense = type(layer).__name__ in ("KernelLinear", "KernelEmbedding")
+        is_affine = getattr(layer, "mode", None) == "affine" and getattr(layer, "bits", None) in (4, 8)
         for name, array in list(layer.items()):
             if not isinstance(array, mx.array) or not mx.issubdtype(array.dtype, mx.floating):
                 continue
-            kept = (keeps_matrix and name == "weight") or (keeps_scales and name in ("scales", "biases"))
-            if not (kept and dtype == mx.float32) and array.dtype != dtype:
+            if dtype == mx.float32 and is_affine and name in ("scales", "biases"):
+                layer[name] = _narrowest(array)
+            elif not (dtype == mx.float32 and is_dense and name == "weight"):
                 layer[name] = array.astype(dtype)
+
+
+def _narrowest(array: mx.array) -> mx.array:
+    """As float16 where every value is one; evaluated."""
+    narrow = array.astype(mx.float16)
+    if array.dtype == mx.float32 and mx.array_equal(narrow.astype(mx.float32), array).item():
+        return narrow
+    return array
 
 
 def _evaluate_by_layer(module: nn.Module) -> None:

@@ -34,7 +34,8 @@ class TextReader:
 
     Iterate once. Text that may still become a stop string is held back and comes, if it did not, as the
     last piece. ``num_tokens`` counts what was generated up to the last piece, end token and cut text
-    included. ``reason`` is set when the iteration ends. At a stop string the engine stream is aborted.
+    included. ``reason`` is set when the iteration ends; ``is_cut`` says that a limit or a stop string ended
+    the text, not the model. At a stop string the engine stream is aborted.
     Raises what the engine reports, and EngineDeadError when the engine is closed meanwhile.
     """
 
@@ -45,6 +46,7 @@ class TextReader:
         self.num_tokens = 0
         self.num_cached_tokens = 0
         self.reason: Literal["stop", "length"] | None = None
+        self.is_cut = False
 
     def abort(self) -> None:
         """Stop generating; harmless after the end."""
@@ -76,6 +78,7 @@ class TextReader:
             parts.append(result.text)
             if result.matched:
                 self.reason = "stop"
+                self.is_cut = True
                 self.abort()
                 break
         return "".join(parts)
@@ -84,6 +87,7 @@ class TextReader:
         """What the detokenizer and the matcher still hold at the end of the stream."""
         result = self._matcher.push(self._detokenizer.finish())
         self.reason = "stop" if result.matched else reason
+        self.is_cut = result.matched or reason == "length"
         return result.text if result.matched else result.text + self._matcher.finish()
 
 
@@ -104,7 +108,7 @@ async def read_choice(
                 yield End("tool_calls")
                 return
     assert reader.reason is not None
-    for event in parser.finish(reader.reason == "length") if parser else ():
+    for event in parser.finish(reader.is_cut) if parser else ():
         if num_calls and is_single_call:
             break
         num_calls += isinstance(event, ToolCall)

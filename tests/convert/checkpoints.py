@@ -12,7 +12,7 @@ import numpy as np
 from gguf import GGMLQuantizationType
 from mlx.utils import tree_flatten
 
-from mlxserve_convert.architectures import build_model
+from mlxserve.models.architectures import build_model
 
 Arrays = dict[str, np.ndarray]
 

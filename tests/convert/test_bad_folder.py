@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxserve.errors import ConversionError
+from mlxserve.errors import ConversionError, MlxserveError
 from mlxserve_convert import ConvertOptions, convert
 from mlxserve_convert.hf_folder import read_header
 from tests.convert.checkpoints import LLAMA, random_weights, write_folder
@@ -23,7 +23,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def refusal(folder: Path) -> str:
-    with pytest.raises(ConversionError) as error:
+    with pytest.raises(MlxserveError) as error:
         convert(folder, folder.parent / "out", ConvertOptions())
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
     assert "\n" not in str(error.value)

@@ -11,7 +11,7 @@ import pkgutil
 from pathlib import Path
 from typing import Any
 
-from mlxserve.errors import ConversionError, UnsupportedModelError
+from mlxserve.errors import ModelLoadError, UnsupportedModelError
 
 _HELPER_MODULES = frozenset(
     {
@@ -41,7 +41,7 @@ def known_model_types() -> list[str]:
 def build_model(config: dict[str, Any], source: Path) -> Any:
     """An mlx-lm model of random, unevaluated parameters.
 
-    Raises UnsupportedModelError for an unknown ``model_type`` and ConversionError for a config that
+    Raises UnsupportedModelError for an unknown ``model_type`` and ModelLoadError for a config that
     the architecture cannot be built from.
     """
     model_class, args_class = _classes(config, source)
@@ -49,7 +49,7 @@ def build_model(config: dict[str, Any], source: Path) -> Any:
         return model_class(args_class.from_dict(config))
     except (TypeError, KeyError, ValueError, AttributeError, AssertionError) as error:
         reason = str(error).replace("\n", " ") or type(error).__name__
-        raise ConversionError(
+        raise ModelLoadError(
             f"{source}: config.json does not describe a {config['model_type']} model: {reason}"
         ) from error
 
@@ -63,7 +63,7 @@ def check_model_type(config: dict[str, Any], source: Path) -> None:
     """Raises UnsupportedModelError unless mlx-lm has the architecture and no foreign code is asked for."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or not model_type:
-        raise ConversionError(f"{source}: config.json has no model_type")
+        raise ModelLoadError(f"{source}: config.json has no model_type")
     if "model_file" in config:
         raise UnsupportedModelError(
             f"{source}: config.json wants to run its own code ({config['model_file']!r}), which is never done"
