@@ -8,8 +8,9 @@ from typing import Any
 
 from mlxserve.errors import MlxserveError
 from mlxserve.hub import StoredModel
+from mlxserve.json_file import read_json_object
+from mlxserve.models.safetensors_file import read_header
 from mlxserve_convert.gguf_file import GGUFFile
-from mlxserve_convert.hf_folder import read_header, read_json
 
 _PACKED = ("U32", "U8")
 
@@ -72,7 +73,7 @@ def _describe_gguf(name: str, path: Path) -> ModelDetails:
 
 
 def _describe_folder(name: str, path: Path) -> ModelDetails:
-    config = read_json(path / "config.json")
+    config = read_json_object(path / "config.json")
     tensors = {
         tensor.name: tensor for file in sorted(path.glob("*.safetensors")) for tensor in read_header(file)
     }

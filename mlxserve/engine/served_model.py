@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from mlxserve.engine.async_engine import AsyncEngine
 from mlxserve.engine.model_target import ModelTarget
 from mlxserve.engine.scripted_target import ScriptedTarget
 from mlxserve.errors import ModelLoadError
+from mlxserve.json_file import read_json_object
 from mlxserve.models.loader import context_length, load_model, read_config
 from mlxserve.text.chat_template import ChatTemplate, load_chat_template
 from mlxserve.text.scripted import load_scripted
@@ -85,12 +85,7 @@ def open_scripted(path: Path, config: EngineConfig) -> ServedModel:
 def read_default_sampling(folder: Path) -> SamplingParams:
     """Sampling advice of generation_config.json; neutral values where it gives none."""
     path = folder / "generation_config.json"
-    if not path.is_file():
-        return SamplingParams()
-    try:
-        advice: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ModelLoadError(f"{path} is not valid JSON: {error}") from None
+    advice = read_json_object(path)
     if advice.get("do_sample") is False:
         return SamplingParams()
     return SamplingParams(

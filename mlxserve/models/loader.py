@@ -6,7 +6,6 @@ Everything here runs on the engine thread: lazy arrays belong to the thread that
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlxserve.errors import MlxserveError, ModelLoadError, UnsupportedModelError
+from mlxserve.json_file import read_json_object
 from mlxserve.models.architectures import config_fields
 from mlxserve.models.layers import use_kernels
 from mlxserve.models.paged import (
@@ -29,7 +29,7 @@ from mlxserve.models.paged import (
     select_rows_before_head,
 )
 from mlxserve.models.rope_config import settle_rope
-from mlxserve.models.safetensors_file import check_safetensors_folder
+from mlxserve.models.safetensors_file import read_tensors
 
 _PROBE_LENGTH = 6
 _PROBE_CHUNKS = (4, 1, 1)
@@ -60,11 +60,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise ModelLoadError(f"{folder} is not a model folder: it has no config.json")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ModelLoadError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+    config = read_json_object(path)
+    if not isinstance(config.get("model_type"), str):
         raise ModelLoadError(f"{path} has no model_type")
     return config
 
@@ -85,7 +82,7 @@ def load_model(folder: Path) -> LoadedModel:
     architecture that our paged path does not compute right.
     """
     config = read_config(folder)
-    check_safetensors_folder(folder)
+    read_tensors(folder)
     module = _build(folder, config)
     dtype = _activation_dtype(module)
     use_kernels(module, dtype)

@@ -1,4 +1,4 @@
-"""Check that safetensors files are whole before anything reads them.
+"""The weight files of a model folder: which they are, what they hold, and that they are whole.
 
 Format: 8 bytes little-endian header length, a JSON header with ``data_offsets`` per tensor, the data
 (https://github.com/huggingface/safetensors#format).
@@ -7,60 +7,119 @@ Format: 8 bytes little-endian header length, a JSON header with ``data_offsets``
 from __future__ import annotations
 
 import json
-import struct
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mlxserve.errors import ModelLoadError
+from mlxserve.json_file import read_json_object
 
 _MAX_HEADER_BYTES = 100_000_000
+_ITEM_BITS = {
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "I16": 16, "U16": 16, "F16": 16,
+    "BF16": 16, "I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64,
+}  # fmt: skip
 
 
-def read_header(path: Path) -> dict[str, Any]:
-    """The header of a safetensors file, without its metadata, after checking that the file is whole.
+@dataclass(frozen=True, slots=True)
+class SourceTensor:
+    """``dtype`` is safetensors' name of the type."""
 
-    Raises ModelLoadError that names the file and what is wrong, with both sizes.
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
+def read_tensors(folder: Path) -> tuple[tuple[Path, ...], dict[str, SourceTensor]]:
+    """The shards of a folder and all their tensors by name.
+
+    Raises ModelLoadError, naming the file, for whatever is missing, damaged or there twice.
     """
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            prefix = file.read(8)
-            if len(prefix) < 8:
-                raise ModelLoadError(f"{path} is truncated: {size} bytes are no safetensors file")
-            (length,) = struct.unpack("<Q", prefix)
-            if length > min(size - 8, _MAX_HEADER_BYTES):
-                raise ModelLoadError(f"{path} is damaged: its header claims {length} bytes of {size}")
-            header = json.loads(file.read(length))
-    except OSError as error:
-        raise ModelLoadError(f"cannot read {path}: {error.strerror}") from None
-    except (UnicodeDecodeError, json.JSONDecodeError):
-        raise ModelLoadError(f"{path} is damaged: its header is not JSON") from None
-    if not isinstance(header, dict):
-        raise ModelLoadError(f"{path} is damaged: its header is not a JSON object")
-    header.pop("__metadata__", None)
-    end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    if 8 + length + end != size:
+    shards, listed = _find_shards(folder)
+    tensors: dict[str, SourceTensor] = {}
+    for shard in shards:
+        for tensor in read_header(shard):
+            if tensor.name in tensors:
+                raise ModelLoadError(f"{shard}: tensor {tensor.name!r} is also in another file")
+            tensors[tensor.name] = tensor
+    missing = sorted(set(listed) - set(tensors))
+    if missing:
         raise ModelLoadError(
-            f"{path} is truncated or damaged: its header describes {8 + length + end} bytes, it has {size}"
+            f"{folder}: the index names {len(missing)} tensors that no file has, first {missing[0]!r}"
         )
-    return header
+    return shards, tensors
 
 
-def check_safetensors_folder(folder: Path) -> None:
-    """Check every shard of a model folder, and the index where there is one."""
-    files = sorted(folder.glob("model*.safetensors"))
-    if not files:
-        raise ModelLoadError(f"{folder} has no model*.safetensors file")
-    present = {path.name: read_header(path) for path in files}
-    index_path = folder / "model.safetensors.index.json"
-    if not index_path.exists():
-        return
+def _find_shards(path: Path) -> tuple[tuple[Path, ...], dict[str, str]]:
+    """The files to read, and the index's map of names to files (empty without an index)."""
+    index = path / "model.safetensors.index.json"
+    if not index.is_file():
+        shards = sorted(path.glob("model*.safetensors"))
+        if not shards:
+            raise ModelLoadError(_no_weights(path))
+        return tuple(shards), {}
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelLoadError(f"{index}: has no weight_map")
+    names = sorted(set(weight_map.values()))
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ModelLoadError(f"{index}: {name!r} is not the name of a file beside it")
+    missing = [name for name in names if not (path / name).is_file()]
+    if missing:
+        raise ModelLoadError(
+            f"{path}: {len(missing)} of {len(names)} files that the index names are missing, first "
+            f"{missing[0]}"
+        )
+    return tuple(path / name for name in names), weight_map
+
+
+def _no_weights(path: Path) -> str:
+    others = sorted(
+        file.name for pattern in ("*.bin", "*.pth", "*.safetensors") for file in path.glob(pattern)
+    )
+    if not others:
+        return f"{path}: has no model*.safetensors files"
+    return f"{path}: has no model*.safetensors files, and {others[0]} is not read"
+
+
+def read_header(path: Path) -> list[SourceTensor]:
+    """The tensors of a safetensors file. Raises ModelLoadError unless header and data fit the file."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        length = int.from_bytes(prefix, "little")
+        if len(prefix) < 8 or not 2 <= length <= _MAX_HEADER_BYTES:
+            raise ModelLoadError(
+                f"{path}: not a safetensors file (header length {length}, file {size} bytes)"
+            )
+        if 8 + length > size:
+            raise ModelLoadError(
+                f"{path}: truncated: the header ends at byte {8 + length}, the file has {size}"
+            )
+        raw = file.read(length)
     try:
-        weight_map = json.loads(index_path.read_text(encoding="utf-8"))["weight_map"]
-    except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError):
-        raise ModelLoadError(f"{index_path} is not a safetensors index") from None
-    for tensor, name in weight_map.items():
-        if name not in present:
-            raise ModelLoadError(f"{folder} lacks the shard {name} that its index names")
-        if tensor not in present[name]:
-            raise ModelLoadError(f"{folder / name} lacks the tensor {tensor} that the index places there")
+        header = json.loads(raw)
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        tensors = [_header_entry(name, entry) for name, entry in entries.items()]
+        end = max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ModelLoadError(f"{path}: the safetensors header is damaged: {error}") from error
+    if 8 + length + end > size:
+        raise ModelLoadError(
+            f"{path}: truncated: the data ends at byte {8 + length + end}, the file has {size}"
+        )
+    return tensors
+
+
+def _header_entry(name: str, entry: dict[str, Any]) -> SourceTensor:
+    shape = tuple(int(size) for size in entry["shape"])
+    begin, end = (int(offset) for offset in entry["data_offsets"])
+    count = 1
+    for size in shape:
+        count *= size
+    bits = _ITEM_BITS.get(entry["dtype"])
+    if begin < 0 or end < begin or (bits is not None and (end - begin) * 8 != count * bits):
+        raise ValueError(f"tensor {name!r} of type {entry['dtype']} and shape {shape} spans {begin} to {end}")
+    return SourceTensor(name, entry["dtype"], shape, end - begin)

@@ -87,7 +87,7 @@ class TextReader:
         """What the detokenizer and the matcher still hold at the end of the stream."""
         result = self._matcher.push(self._detokenizer.finish())
         self.reason = "stop" if result.matched else reason
-        self.is_cut = result.matched or reason == "length"
+        self.is_cut = bool(result.matched) or reason == "length"
         return result.text if result.matched else result.text + self._matcher.finish()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from tokenizers import Tokenizer as HfTokenizer
 
 from mlxserve.errors import ModelLoadError
-from mlxserve.text.json_file import read_json_object
+from mlxserve.json_file import read_json_object
 from mlxserve.text.template_source import find_template_source
 
 END_OF_TURN_MARKERS = frozenset(

@@ -10,6 +10,7 @@ from pathlib import Path
 from tokenizers import Tokenizer as HfTokenizer
 
 from mlxserve.errors import ModelLoadError
+from mlxserve.json_file import read_json_object
 from mlxserve.text.byte_table import build_byte_table
 from mlxserve.text.detokenizer import (
     ByteDetokenizer,
@@ -18,7 +19,6 @@ from mlxserve.text.detokenizer import (
     decode_with,
 )
 from mlxserve.text.end_tokens import collect_eos_ids, token_text
-from mlxserve.text.json_file import read_json_object
 from mlxserve.text.literal_tokenizer import LiteralTokenizer, literal_tokenizer
 from mlxserve.text.rendered import RenderedPrompt
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlxserve.errors import ModelLoadError
-from mlxserve.text.json_file import read_json_object
+from mlxserve.json_file import read_json_object
 
 
 @dataclass(frozen=True, slots=True)
