@@ -260,6 +260,21 @@ static void fill_panel(const Weight& w, long begin, long end, float* panel) {
     }
 }
 
+static void fill_any(const Weight& w, long begin, long end, float* panel) {
+  bool is_float = w.scale_format == Format::float32;
+  switch (w.format) {
+    case Format::affine4:
+      return is_float ? fill_panel<ReadAffine4<true>>(w, begin, end, panel)
+                      : fill_panel<ReadAffine4<false>>(w, begin, end, panel);
+    case Format::affine8:
+      return is_float ? fill_panel<ReadAffine8<true>>(w, begin, end, panel)
+                      : fill_panel<ReadAffine8<false>>(w, begin, end, panel);
+    case Format::float32: return fill_panel<ReadDense<Format::float32>>(w, begin, end, panel);
+    case Format::float16: return fill_panel<ReadDense<Format::float16>>(w, begin, end, panel);
+    case Format::bfloat16: return fill_panel<ReadDense<Format::bfloat16>>(w, begin, end, panel);
+  }
+}
+
 INLINE void tile_sums(const float* x, const float* w, long steps, float (*sums)[8]) {
   vf acc[TM][TN];
   for (int m = 0; m < TM; ++m)
@@ -286,13 +301,7 @@ INLINE void tile_sums(const float* x, const float* w, long steps, float (*sums)[
 
 static void matmul_panel(const Weight& w, const MatmulTile& t, const float* packed, float* panel) {
   long steps = ceil_div(w.k, W);
-  switch (w.format) {
-    case Format::affine4: fill_panel<ReadAffine4<false>>(w, t.col_begin, t.col_end, panel); break;
-    case Format::affine8: fill_panel<ReadAffine8<false>>(w, t.col_begin, t.col_end, panel); break;
-    case Format::float32: fill_panel<ReadDense<Format::float32>>(w, t.col_begin, t.col_end, panel); break;
-    case Format::float16: fill_panel<ReadDense<Format::float16>>(w, t.col_begin, t.col_end, panel); break;
-    case Format::bfloat16: fill_panel<ReadDense<Format::bfloat16>>(w, t.col_begin, t.col_end, panel); break;
-  }
+  fill_any(w, t.col_begin, t.col_end, panel);
   // A block of rows stays in the second-level cache while all columns of the panel pass over it.
   long block = most(TM, least(256, (1 << 16) / (steps * W) / TM * TM));
   for (long rows = t.row_begin; rows < t.row_end; rows += block)

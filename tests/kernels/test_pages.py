@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlxserve_kernels import ops
+
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
+
+
+def ids(*values: int) -> mx.array:
+    return mx.array(values, dtype=mx.int32)
+
+
+def pools(pages: int, heads: int, page: int, dims: tuple[int, int], dtype: mx.Dtype) -> list[mx.array]:
+    made = [mx.random.normal((pages, heads, page, dim)).astype(dtype) for dim in dims]
+    mx.eval(made)
+    return made
+
+
+def address(pool: mx.array) -> int:
+    return int(np.asarray(pool).__array_interface__["data"][0])
+
+
+@pytest.mark.parametrize("pool_dtype", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("row_dtype", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("page", [1, 5, 32])
+def test_rows_land_in_their_slots(pool_dtype: mx.Dtype, row_dtype: mx.Dtype, page: int) -> None:
+    rows, heads, dims = 40, 3, (7, 4)
+    before = pools(50, heads, page, dims, pool_dtype)
+    expected = [mx.array(pool) for pool in before]
+    slots = np.random.default_rng(3).permutation(50 * page)[:rows].astype(np.int32)
+    new = [mx.random.normal((heads, rows, dim)).astype(row_dtype).swapaxes(0, 1) for dim in dims]
+    for pool, values in zip(expected, new, strict=True):
+        pool[mx.array(slots // page), :, mx.array(slots % page)] = values.astype(pool_dtype)
+    written = ops.write_pages(*before, *new, mx.array(slots))
+    for got, want in zip(written, expected, strict=True):
+        assert mx.array_equal(got, want)
+
+
+def test_steps_in_flight_write_in_place_and_read_right() -> None:
+    pages, page, steps = 256, 32, 200
+    keys, values = (mx.zeros((pages, 4, page, 64)) for _ in range(2))
+    mx.eval(keys, values)
+    pool_bytes, start = keys.nbytes, address(keys)
+    factor = mx.random.normal((1500, 1500)) * 0.01
+    mx.eval(factor)
+    mx.reset_peak_memory()
+    base = mx.get_active_memory()
+    readers = []
+    for step in range(steps):
+        row = mx.full((1, 4, 64), float(step + 1))
+        keys, values = ops.write_pages(keys, values, row, -row, ids(step % 7))
+        slow = (factor[:16] @ factor)[0, 0] * 0.0
+        readers.append(keys[0, :, : min(step + 1, 7)].sum(axis=1)[0, 0] + slow)
+        mx.async_eval(keys, values, readers[-1])
+    mx.eval(readers)
+    for step, got in enumerate(readers):
+        assert got.item() == sum(range(max(step - 6, 0) + 1, step + 2))
+    assert address(keys) == start
+    assert mx.get_peak_memory() - base < pool_bytes // 2
+
+
+def test_an_unread_page_keeps_its_bits_and_copies_are_whole() -> None:
+    keys, values = pools(6, 2, 4, (3, 5), mx.float16)
+    before = [np.array(pool) for pool in (keys, values)]
+    got = ops.copy_pages(keys, values, ids(0, 5, 3), ids(1, 2, 3))
+    for after, old in zip(got, before, strict=True):
+        want = old.copy()
+        want[[1, 2]] = old[[0, 5]]
+        np.testing.assert_array_equal(np.array(after), want)
+
+
+def test_a_copy_then_a_write_leaves_the_source_alone() -> None:
+    keys, values = pools(4, 1, 2, (3, 3), mx.float32)
+    source = np.array(keys)[0]
+    keys, values = ops.copy_pages(keys, values, ids(0), ids(2))
+    row = mx.full((1, 1, 3), 9.0)
+    keys, values = ops.write_pages(keys, values, row, row, ids(5))
+    np.testing.assert_array_equal(np.array(keys)[0], source)
+    np.testing.assert_array_equal(np.array(keys)[2, 0], [source[0, 0], [9.0] * 3])
+
+
+@pytest.mark.parametrize("slot", [-1, 8, 2**31 - 1])
+def test_a_slot_outside_the_pool_is_an_error_and_writes_nothing(slot: int) -> None:
+    keys, values = pools(2, 1, 4, (3, 3), mx.float32)
+    before = np.array(keys)
+    row = mx.ones((2, 1, 3))
+    with pytest.raises(RuntimeError, match=rf"slot_mapping\[1\] is {slot}, the pool has slots 0 to 7"):
+        mx.eval(ops.write_pages(keys, values, row, row, ids(0, slot)))
+    np.testing.assert_array_equal(np.array(keys), before)
+    with pytest.raises(RuntimeError, match=r"target_ids\[0\] is 2, the pool has 2 pages"):
+        mx.eval(ops.copy_pages(keys, values, ids(0), ids(2)))
+
+
+def test_wrong_arguments_are_named() -> None:
+    keys, values = pools(2, 1, 4, (3, 3), mx.float32)
+    row = mx.ones((1, 1, 3))
+    with pytest.raises(ValueError, match="slot_mapping must be int32"):
+        ops.write_pages(keys, values, row, row, mx.array([0]).astype(mx.int64))
+    with pytest.raises(ValueError, match="must have D of 3 and 3"):
+        ops.write_pages(keys, values, mx.ones((1, 1, 2)), row, ids(0))
+    with pytest.raises(ValueError, match="two buffers"):
+        mx.eval(ops.write_pages(keys, keys, row, row, ids(0)))
+    with pytest.raises(ValueError, match="must be contiguous"):
+        mx.eval(ops.write_pages(keys[:, :, ::2], values[:, :, :2], row, row, ids(0)))
+
+
+def test_nothing_to_write() -> None:
+    keys, values = pools(2, 1, 4, (3, 3), mx.float32)
+    none = mx.zeros((0, 1, 3))
+    got = ops.write_pages(keys, values, none, none, mx.zeros((0,), dtype=mx.int32))
+    assert mx.array_equal(got[0], keys)
