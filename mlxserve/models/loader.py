@@ -111,6 +111,9 @@ def _build(folder: Path, config: dict[str, Any]) -> nn.Module:
             f"{folder} has quant_method {method!r}; convert it first: mlxserve convert {folder} -o OUT"
         )
     settled = settle_rope(config, config_fields(config, folder))
+    if (config.get("quantization") or {}).get("bits") is None:
+        # "bits": null is how some tools say "not quantized".
+        settled = {**settled, "quantization": None}
     try:
         module, _ = load_mlx_lm(folder, lazy=True, strict=True, model_config=settled, trust_remote_code=False)
     except (ValueError, KeyError, TypeError, RuntimeError, FileNotFoundError) as error:
