@@ -15,7 +15,7 @@ def end_process(code: int) -> NoReturn:
     joined it, needs the interpreter for that, and aborts the process when it is already gone.
     """
     for stream in (sys.stdout, sys.stderr):
-        # A reader that has left (a closed pipe) is no reason to report anything.
-        with contextlib.suppress(OSError):
+        # OSError: the reader has left. RuntimeError: a signal came in the midst of a write.
+        with contextlib.suppress(OSError, RuntimeError):
             stream.flush()
     os._exit(code)
