@@ -122,6 +122,17 @@ INLINE void transpose(const float* const* rows, long d, float* out) {
 #endif
 }
 
+// Asks for the next block of keys and values: in decode each is read once, and pages lie anywhere.
+INLINE void prefetch(const Attention& a, const AttentionItem& item, long position, long end) {
+  long item_size = a.format == Format::float32 ? 4 : 2;
+  for (; position < end; ++position) {
+    const char* key = row_of(a, a.keys, item, position, a.dim);
+    const char* value = row_of(a, a.values, item, position, a.value_dim);
+    for (long i = 0; i < a.dim * item_size; i += 64) __builtin_prefetch(key + i, 0, 2);
+    for (long i = 0; i < a.value_dim * item_size; i += 64) __builtin_prefetch(value + i, 0, 2);
+  }
+}
+
 // Keys outside of [from, to) become zeros: what lies in their slots is never read.
 static void gather(const Attention& a, const AttentionItem& item, Block& block, float* key_rows, float* value_rows,
                    float* zeros) {
@@ -300,6 +311,7 @@ static void run_split(const Attention& a, const AttentionItem& item, long split,
     block.from = most(0, all.begin - position);
     block.to = least(KB, all.end - position);
     block.keys = scratch.keys;
+    if (state.rows <= 2 * AR) prefetch(a, item, position + KB, least(position + 2 * KB, all.end));
     gather(a, item, block, scratch.key_rows, scratch.value_rows, scratch.zeros);
     for (long first = 0; first < state.rows; first += AR) {
       switch (state.rows - first) {

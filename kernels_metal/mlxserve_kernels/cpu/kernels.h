@@ -51,7 +51,7 @@ struct AttentionItem {
 };
 
 constexpr long kSplit = 512;  // keys, in absolute positions, that one partial result covers
-constexpr long kMaxDirectRows = 8;
+constexpr long kMaxDirectRows = 6;
 
 // What one instruction set offers. No function throws or allocates; scratch is given by the caller.
 struct Kernels {

@@ -188,7 +188,7 @@ static void direct_block(const Weight& w, const MatmulTile& t, long col) {
 
 template <class R, int M>
 static void direct_rows(const Weight& w, const MatmulTile& t) {
-  constexpr int C = M <= (W == 16 ? 6 : 2) ? 4 : 2;
+  constexpr int C = W == 16 || M <= 2 ? 4 : 2;
   long col = t.col_begin;
   for (; col + C <= t.col_end; col += C) direct_block<R, M, C>(w, t, col);
   for (; col < t.col_end; ++col) direct_block<R, M, 1>(w, t, col);
@@ -203,8 +203,6 @@ static void direct(const Weight& w, const MatmulTile& t) {
     case 4: return direct_rows<R, 4>(w, t);
     case 5: return direct_rows<R, 5>(w, t);
     case 6: return direct_rows<R, 6>(w, t);
-    case 7: return direct_rows<R, 7>(w, t);
-    case 8: return direct_rows<R, 8>(w, t);
   }
 }
 
