@@ -160,6 +160,13 @@ def test_rows_of_no_sequence_are_zero() -> None:
     assert bool(mx.all(got[:2] != 0))
 
 
+def test_no_sequences_and_no_rows() -> None:
+    pool = mx.random.normal((2, 1, 4, 8))
+    none = [mx.zeros((0, 1), dtype=mx.int32), mx.array([0], dtype=mx.int32), mx.zeros((0,), dtype=mx.int32)]
+    assert bool(mx.all(ops.paged_attention(mx.ones((3, 1, 8)), pool, pool, *none, scale=1.0) == 0))
+    assert ops.paged_attention(mx.ones((0, 1, 8)), pool, pool, *none, scale=1.0).shape == (0, 1, 8)
+
+
 def test_strided_queries() -> None:
     pool = mx.random.normal((3, 2, 8, 16))
     args = [mx.array(ids, dtype=mx.int32) for ids in ([[2, 0, 1]], [0, 5], [20])]

@@ -92,6 +92,8 @@ def test_a_slot_outside_the_pool_is_an_error_and_writes_nothing(slot: int) -> No
     np.testing.assert_array_equal(np.array(keys), before)
     with pytest.raises(RuntimeError, match=r"target_ids\[0\] is 2, the pool has 2 pages"):
         mx.eval(ops.copy_pages(keys, values, ids(0), ids(2)))
+    keys, values = ops.write_pages(keys, values, row, row, ids(7, 0))
+    assert keys[1, 0, 3].tolist() == [1.0, 1.0, 1.0]
 
 
 def test_wrong_arguments_are_named() -> None:
@@ -112,3 +114,6 @@ def test_nothing_to_write() -> None:
     none = mx.zeros((0, 1, 3))
     got = ops.write_pages(keys, values, none, none, mx.zeros((0,), dtype=mx.int32))
     assert mx.array_equal(got[0], keys)
+    empty = mx.zeros((0, 1, 4, 3))
+    other = mx.zeros((0, 1, 4, 3))
+    assert ops.write_pages(empty, other, none, none, mx.zeros((0,), dtype=mx.int32))[0].shape == (0, 1, 4, 3)
