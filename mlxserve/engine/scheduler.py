@@ -80,7 +80,6 @@ class _Step:
 
     budget: int
     rows: list[ScheduledSequence] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
     num_samples: int = 0
     has_preempted: bool = False
 
@@ -99,6 +98,8 @@ class Scheduler:
         self.cache = PrefixCache(pool, config.page_size)
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        # Copies wait for a launch: a delayed prefill takes its prefix in a step that may have no rows.
+        self._copies: list[tuple[int, int]] = []
 
     @property
     def has_work(self) -> bool:
@@ -122,7 +123,8 @@ class Scheduler:
             return None
         for row in step.rows:
             self._cache_full_pages(row.sequence)
-        return ScheduledBatch(tuple(step.rows), tuple(step.copies), self.pool.num_pages)
+        copies, self._copies = tuple(self._copies), []
+        return ScheduledBatch(tuple(step.rows), copies, self.pool.num_pages)
 
     def commit(self, batch: ScheduledBatch, samples: list[int]) -> list[TokenOutput]:
         """Take in the samples of a launched batch, in the order of its sampled rows."""
@@ -215,7 +217,7 @@ class Scheduler:
             sequence = self.waiting[0]
             if step.budget <= 0 or step.has_preempted or sequence.num_pending:
                 return
-            if not self._take_prefix(step, sequence):
+            if not self._take_prefix(sequence):
                 return
             del self.waiting[0]
             sequence.status = SequenceStatus.RUNNING
@@ -226,7 +228,7 @@ class Scheduler:
             else:
                 self._schedule_chunk(step, sequence, now)
 
-    def _take_prefix(self, step: _Step, sequence: Sequence) -> bool:
+    def _take_prefix(self, sequence: Sequence) -> bool:
         """Give a waiting sequence what is cached of it; False (and nothing taken) when the pool has
         no room for the rest."""
         if not self._config.prefix_cache:
@@ -245,19 +247,19 @@ class Scheduler:
         sequence.num_cached_pages = len(match.pages)
         sequence.num_computed = len(match.pages) * self._config.page_size
         if match.partial_page is not None:
-            self._copy_partial(step, sequence, match.partial_page, match.num_partial)
+            self._copy_partial(sequence, match.partial_page, match.num_partial)
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt)
         return True
 
-    def _copy_partial(self, step: _Step, sequence: Sequence, source: int, num_tokens: int) -> None:
+    def _copy_partial(self, sequence: Sequence, source: int, num_tokens: int) -> None:
         """Copy-on-write of a page that begins as the sequence goes on."""
         page = self._allocate()
         if page is not None:
             sequence.pages.append(page)
             sequence.num_computed += num_tokens
-            step.copies.append((source, page))
-        # Copies run first and in order, so the source may be reused within this very step.
+            self._copies.append((source, page))
+        # Copies run first and in order, so the source may be reused before they do.
         self.pool.release(source)
 
     # Pages
