@@ -23,6 +23,9 @@ from mlxserve.types import FinishReason, TokenOutput
 Propose = Callable[[Sequence, int], tuple[int, ...]]
 """Draft tokens that may follow a sequence, at most as many as the second argument says."""
 
+_EVICTION_DIVISOR = 64
+"""An eviction walks the whole tree, so it takes a part of it at once: of a full cache, one page in 64."""
+
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
@@ -275,13 +278,14 @@ class Scheduler:
             return True
         if room > num_pages:
             return True
-        return room + self.cache.num_evictable() > num_pages
+        needed = num_pages + 1 - room
+        return self.cache.num_evictable(needed) >= needed
 
     def _allocate(self) -> int | None:
         page = self.pool.allocate()
         if page is None and self.pool.grow(1):
             page = self.pool.allocate()
-        if page is None and self.cache.evict(1):
+        if page is None and self.cache.evict(1 + self.cache.num_pages // _EVICTION_DIVISOR):
             page = self.pool.allocate()
         return page
 
