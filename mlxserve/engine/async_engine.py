@@ -193,6 +193,14 @@ class AsyncEngine:
 
     def _run(self, load: Callable[[], Target], ready: threading.Event) -> None:
         try:
+            core = self._start(load, ready)
+            if core is not None:
+                self._serve_until_end(core)
+        finally:
+            ops.release_thread()
+
+    def _start(self, load: Callable[[], Target], ready: threading.Event) -> EngineCore | None:
+        try:
             target = load()
             wire_memory(target.weight_bytes)
             core = EngineCore(target, self._config, is_pipelined=ops.supports_steps_in_flight())
@@ -201,9 +209,12 @@ class AsyncEngine:
             self._stats = core.stats()
         except BaseException as error:  # noqa: BLE001 - raised again by the constructor
             self._load_error = error
-            return
+            return None
         finally:
             ready.set()
+        return core
+
+    def _serve_until_end(self, core: EngineCore) -> None:
         try:
             self._serve(core)
             self._death = "it was closed"
