@@ -11,15 +11,17 @@ import numpy as np
 import pytest
 
 from mlxserve.config import EngineConfig
+from mlxserve.engine.block_pool import BlockPool
 from mlxserve.engine.core import EngineCore
 from mlxserve.engine.memory import plan_pages
 from mlxserve.engine.model_target import ModelTarget
 from mlxserve.engine.pacing import MIN_PREFILL_TOKENS, PrefillPacer
-from mlxserve.engine.runner import independent_groups
-from mlxserve.engine.scheduler import ScheduledBatch
+from mlxserve.engine.runner import Runner, independent_groups
+from mlxserve.engine.scheduler import ScheduledBatch, ScheduledSequence, Scheduler
 from mlxserve.engine.target import StepInputs
 from mlxserve.errors import ModelLoadError, RequestFailedError, UnsupportedModelError
 from mlxserve.models.loader import load_model
+from mlxserve.types import TokenOutput
 from tests.tiny_models import write_tiny_model
 
 from .driving import generate, greedy, run, tokens
@@ -73,14 +75,33 @@ def test_the_pool_grows_under_live_rows(folder: Path, is_pipelined: bool) -> Non
     expected = generate(roomy, *requests)
     core = EngineCore(ModelTarget(model, 4), config, is_pipelined=is_pipelined)
     # Start from one page, as a large model under a small first size would.
-    from mlxserve.engine.block_pool import BlockPool
-    from mlxserve.engine.runner import Runner
-    from mlxserve.engine.scheduler import Scheduler
-
     core._scheduler = Scheduler(config, BlockPool(1, 200))
     core._runner = Runner(core._target, 4, 1)
     assert generate(core, *requests) == expected
     assert core.stats().pool_pages > 60
+
+
+def test_a_failure_after_a_row_has_ended_still_tells_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = EngineCore(
+        ModelTarget(load_model(folder), 8), EngineConfig(page_size=8, kv_pages=32), is_pipelined=True
+    )
+    expected = generate(core, greedy("0", [1, 2, 3], 4))
+    original, calls = Scheduler._accept, []
+
+    def accept(self: Scheduler, row: ScheduledSequence, sampled: list[int]) -> TokenOutput:
+        calls.append(row.sequence.request.request_id)
+        if calls == ["short", "long"]:
+            raise RuntimeError("planted")
+        return original(self, row, sampled)
+
+    monkeypatch.setattr(Scheduler, "_accept", accept)
+    outputs = run(core, greedy("short", [5, 6], 1), greedy("long", [7, 8], 9))
+    for given in outputs.values():
+        assert [output.finish_reason for output in given] == ["error"]
+        assert str(given[0].error) == "the engine failed on this step: planted"
+    assert generate(core, greedy("0", [1, 2, 3], 4)) == expected
 
 
 def test_copies_that_depend_on_each_other_go_one_after_the_other() -> None:
