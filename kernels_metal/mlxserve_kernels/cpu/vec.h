@@ -163,6 +163,21 @@ INLINE float load_scalar(const void* p, Format format, long i) {
   return format == Format::float16 ? half_to_float(h) : bfloat_to_float(h);
 }
 
+// Value i of an array, in all lanes.
+template <Format F>
+INLINE vf splat_scalar(const void* p, long i) {
+  if constexpr (F == Format::float32) return splat(((const float*)p)[i]);
+  uint16_t h = ((const uint16_t*)p)[i];
+  if constexpr (F == Format::bfloat16) return splat(bfloat_to_float(h));
+#if defined(MLXSERVE_AVX512)
+  return _mm512_cvtph_ps(_mm256_set1_epi16((short)h));
+#elif defined(MLXSERVE_AVX2)
+  return _mm256_cvtph_ps(_mm_set1_epi16((short)h));
+#else
+  return splat(half_to_float(h));
+#endif
+}
+
 INLINE vf load_half(const uint16_t* p) {
 #if defined(MLXSERVE_AVX512)
   return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
