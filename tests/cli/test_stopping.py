@@ -21,7 +21,7 @@ sys.exit(run(sys.argv[1:]))
 """
 
 STOPPING = """
-import asyncio, sys
+import asyncio, os, signal, sys
 from mlxserve.cli.stopping import StopSignals
 
 async def main(signals):
@@ -29,7 +29,11 @@ async def main(signals):
     print("serving", file=sys.stderr, flush=True)
     await stop.wait()
     print("stopping", file=sys.stderr, flush=True)
-    await asyncio.Event().wait()
+    if len(sys.argv) == 1:
+        await asyncio.Event().wait()
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.sleep(0)
+    print("stopped", file=sys.stderr, flush=True)
 
 with StopSignals() as signals:
     asyncio.run(main(signals))
@@ -64,3 +68,11 @@ def test_a_second_ctrl_c_forces_the_end(start: Starter) -> None:
     process.wait_for("stopping")
     process.signal(signal.SIGINT)
     assert process.end() == 130
+
+
+def test_a_second_sigterm_changes_nothing(start: Starter) -> None:
+    process = start.python(STOPPING, "once more")
+    process.wait_for("serving")
+    process.signal(signal.SIGTERM)
+    assert process.end() == 0
+    assert process.lines[-1] == "stopped"
