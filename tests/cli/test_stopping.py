@@ -20,6 +20,19 @@ opening.open_scripted = load_for_ever
 sys.exit(run(sys.argv[1:]))
 """
 
+IMPORTING = """
+import sys
+from mlxserve.__main__ import main
+
+class Interrupted:
+    def find_spec(self, name, path=None, target=None):
+        if name == "mlxserve.cli":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupted())
+main()
+"""
+
 STOPPING = """
 import asyncio, os, signal, sys
 from mlxserve.cli.stopping import StopSignals
@@ -76,3 +89,9 @@ def test_a_second_sigterm_changes_nothing(start: Starter) -> None:
     process.signal(signal.SIGTERM)
     assert process.end() == 0
     assert process.lines[-1] == "stopped"
+
+
+def test_a_ctrl_c_amid_the_first_imports_is_no_traceback(start: Starter) -> None:
+    process = start.python(IMPORTING)
+    assert process.end() == 130
+    assert process.lines == []
