@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
+import socket
 from types import FrameType, TracebackType
 from typing import Self
 
@@ -25,6 +27,7 @@ class StopSignals:
         self._event: asyncio.Event | None = None
         self._is_stopping = False
         self._previous: dict[int, object] = {}
+        self._wakeup = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         for signum in (signal.SIGINT, signal.SIGTERM):
@@ -34,6 +37,7 @@ class StopSignals:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._wakeup.close()
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)  # type: ignore[arg-type]
 
@@ -41,7 +45,19 @@ class StopSignals:
         """From now on signals set the returned event. Called once, on the event loop of the main thread."""
         self._loop = asyncio.get_running_loop()
         self._event = asyncio.Event()
+        self._wake_loop_on_signals(self._loop)
         return self._event
+
+    def _wake_loop_on_signals(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Python runs a handler when its main thread next runs Python. A signal that another thread takes,
+        or that comes just before the loop waits, would be seen when something else ends that wait."""
+        reader, writer = socket.socketpair()
+        for end in (reader, writer):
+            end.setblocking(False)
+            self._wakeup.enter_context(end)
+        loop.add_reader(reader, reader.recv, 4096)
+        previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        self._wakeup.callback(signal.set_wakeup_fd, previous)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if self._is_stopping:
