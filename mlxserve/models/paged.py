@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,7 +71,8 @@ class LayerPages:
 
 
 class _InPages:
-    """Stands for keys or values that live in pages. Any arithmetic on it fails at once."""
+    """Stands for keys or values that live in pages, or for the mask of their attention as an array. Any
+    arithmetic on it fails at once."""
 
 
 IN_PAGES = _InPages()
@@ -85,10 +86,11 @@ class WindowMask:
 
 
 class PagedLayerCache:
-    """Looks like an mlx-lm cache to one layer in one forward."""
+    """Looks like an mlx-lm cache to one layer in one forward: the one at ``index`` of ``layers``."""
 
-    def __init__(self, pages: LayerPages, metadata: PagedMetadata) -> None:
-        self.pages = pages
+    def __init__(self, layers: Sequence[LayerPages], index: int, metadata: PagedMetadata) -> None:
+        self.layers = layers
+        self.pages = layers[index]
         self.metadata = metadata
         self.offset = metadata.positions
 
@@ -105,18 +107,20 @@ class PagedLayerCache:
 
     def make_mask(
         self, length: int, *, return_array: bool = False, window_size: int | None = None
-    ) -> WindowMask | None:
+    ) -> WindowMask | _InPages | None:
         """Each row sees its own context: no mask but the window."""
         if return_array:
-            raise UnsupportedModelError("this architecture computes with its attention mask")
+            return IN_PAGES
         return None if window_size is None else WindowMask(window_size)
 
 
 class PagedCaches(list[PagedLayerCache]):
     """The caches of all layers, and which rows go on to the output head."""
 
-    def __init__(self, caches: list[PagedLayerCache], sampled_rows: mx.array) -> None:
-        super().__init__(caches)
+    def __init__(
+        self, layers: Sequence[LayerPages], metadata: PagedMetadata, sampled_rows: mx.array
+    ) -> None:
+        super().__init__(PagedLayerCache(layers, index, metadata) for index in range(len(layers)))
         self.sampled_rows = sampled_rows
 
 
@@ -147,11 +151,9 @@ def attend(
     return output[:, :, None]
 
 
-def bind_attention(model: nn.Module) -> None:
-    """Rebind ``scaled_dot_product_attention`` in the modules that define the layers of ``model``.
-
-    Raises UnsupportedModelError when none of them has it.
-    """
+def bind_attention(model: nn.Module) -> bool:
+    """Rebind ``scaled_dot_product_attention`` in the modules that define the layers of ``model``; returns
+    whether any of them has it."""
     names = {type(module).__module__ for _, module in model.named_modules()}
     num_bound = 0
     for name in names:
@@ -162,8 +164,7 @@ def bind_attention(model: nn.Module) -> None:
         num_bound += 1
         if not hasattr(original, "is_paged_dispatcher"):
             module.scaled_dot_product_attention = _dispatcher(original)  # type: ignore[attr-defined]
-    if not num_bound:
-        raise UnsupportedModelError("this architecture does not use the standard attention")
+    return num_bound > 0
 
 
 def _dispatcher(original: Callable[..., mx.array]) -> Callable[..., mx.array]:

@@ -50,7 +50,9 @@ struct AttentionItem {
   long first_position;
 };
 
-constexpr long kSplit = 512;  // keys, in absolute positions, that one partial result covers
+enum class Activation { silu, gelu_tanh };
+
+constexpr long kSplit = 128;  // keys, in absolute positions, that one partial result covers
 constexpr long kMaxDirectRows = 6;
 
 // What one instruction set offers. No function throws or allocates; scratch is given by the caller.
@@ -68,6 +70,13 @@ struct Kernels {
 
   void (*rms_norm)(const float* x, const void* weight, Format format, float eps, long rows, long k, float* y);
   void (*silu_mul)(const float* gate, const float* up, float* y, long begin, long end);
+  // gate[i] = f(gate[i]) * up[i]
+  void (*activate)(Activation f, float* gate, const float* up, long n);
+  // y[i] += x[i] * factor
+  void (*add_scaled)(float* y, const float* x, float factor, long n);
+  // Rotates the first 2 * half values of each head in place; angles are half cosines, then half sines.
+  // Pairs are (i, i + half), or (2 i, 2 i + 1) where is_interleaved; values are scaled by `factor` before.
+  void (*rotate)(float* x, long heads, long dim, const float* angles, long half, bool is_interleaved, float factor);
 
   std::size_t (*attention_scratch_floats)(const Attention&, long max_rows);
   std::size_t (*partial_floats)(const Attention&, long rows);
