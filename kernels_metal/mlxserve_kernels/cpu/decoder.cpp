@@ -302,7 +302,7 @@ class Worker {
       for (long width : widths) {
         long count = (width + step - 1) / step * parts;
         long from = std::max(begin - first, 0L), to = std::min(end - first, count);
-        if (parts == 1) {
+        if (run_.is_few()) {
           if (from < to) body(which, Range{0, rows_}, Range{from * step, std::min(to * step, width)});
         } else {
           for (long unit = from; unit < to; ++unit) {

@@ -7,32 +7,31 @@
 // CHUNK values are of one group whatever the group's size.
 constexpr long CHUNK = 32;
 
-template <bool IsFloat>
+template <Format S>
 struct ReadScales {
   const char *scales, *biases;
-  Format format;
+  static constexpr long kSize = S == Format::float32 ? 4 : 2;
 
   INLINE_MEMBER void open(const Weight& w, long n) {
-    long offset = n * (w.k / w.group) * (IsFloat ? 4 : 2);
+    long offset = n * (w.k / w.group) * kSize;
     scales = (const char*)w.scales + offset;
     biases = (const char*)w.biases + offset;
-    format = w.scale_format;
   }
   // Rows are often too short for the hardware to foresee the next ones: `ahead` rows on, a share of the
   // `count` rows there for each chunk.
   INLINE_MEMBER void prefetch(const Weight& w, long chunk, long ahead, long count) const {
-    long at = ahead * (w.k / w.group) * (IsFloat ? 4 : 2) + (chunk * CHUNK / w.group) * count * (IsFloat ? 4 : 2);
+    long at = ahead * (w.k / w.group) * kSize + (chunk * CHUNK / w.group) * count * kSize;
     __builtin_prefetch(scales + at);
     __builtin_prefetch(biases + at);
   }
-  INLINE_MEMBER float scale(long g) const { return load_scalar(scales, IsFloat ? Format::float32 : format, g); }
-  INLINE_MEMBER float bias(long g) const { return load_scalar(biases, IsFloat ? Format::float32 : format, g); }
+  INLINE_MEMBER vf scale(long g) const { return splat_from<S>(scales, g); }
+  INLINE_MEMBER vf bias(long g) const { return splat_from<S>(biases, g); }
 };
 
-template <bool IsFloat>
+template <Format S>
 struct ReadAffine4 {
   const uint32_t* words;
-  ReadScales<IsFloat> scales;
+  ReadScales<S> scales;
 #if defined(MLXSERVE_AVX512)
   vf table;
 #elif defined(MLXSERVE_AVX2)
@@ -51,13 +50,13 @@ struct ReadAffine4 {
     scales.prefetch(w, chunk, ahead, count);
   }
   INLINE_MEMBER void group(long g) {
-    float s = scales.scale(g), b = scales.bias(g);
 #if defined(MLXSERVE_AVX512)
-    table = splat(s) * (vf){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + splat(b);
+    table = scales.scale(g) * (vf){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + scales.bias(g);
 #elif defined(MLXSERVE_AVX2)
-    scale = splat(s), bias = splat(b);
+    scale = scales.scale(g), bias = scales.bias(g);
 #else
-    for (int i = 0; i < 16; ++i) table[i] = s * (float)i + b;
+    vf s = scales.scale(g), b = scales.bias(g);
+    for (int i = 0; i < 16; i += W) store(table + i, s * ((vf){0, 1, 2, 3} + (float)i) + b);
 #endif
   }
   INLINE_MEMBER vf vector(long k) const {
@@ -79,10 +78,10 @@ struct ReadAffine4 {
   }
 };
 
-template <bool IsFloat>
+template <Format S>
 struct ReadAffine8 {
   const uint8_t* bytes;
-  ReadScales<IsFloat> scales;
+  ReadScales<S> scales;
   vf scale, bias;
 
   INLINE_MEMBER void open(const Weight& w, long n) {
@@ -94,7 +93,7 @@ struct ReadAffine8 {
     for (long i = 0; i < 32 * count; i += 64) __builtin_prefetch(at + i);
     scales.prefetch(w, chunk, ahead, count);
   }
-  INLINE_MEMBER void group(long g) { scale = splat(scales.scale(g)), bias = splat(scales.bias(g)); }
+  INLINE_MEMBER void group(long g) { scale = scales.scale(g), bias = scales.bias(g); }
   INLINE_MEMBER vf vector(long k) const {
 #if defined(MLXSERVE_AVX512)
     vf q = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(bytes + k))));
@@ -206,15 +205,23 @@ static void direct(const Weight& w, const MatmulTile& t) {
   }
 }
 
+// Calls body.operator()<R>() with the reader of a weight.
+template <template <Format> class R, class Body>
+INLINE void with_reader(Format f, Body&& body) {
+  if (f == Format::float32) return body.template operator()<R<Format::float32>>();
+  if (f == Format::float16) return body.template operator()<R<Format::float16>>();
+  return body.template operator()<R<Format::bfloat16>>();
+}
+
+template <class Body>
+INLINE void with_reader(const Weight& w, Body&& body) {
+  if (w.format == Format::affine4) return with_reader<ReadAffine4>(w.scale_format, body);
+  if (w.format == Format::affine8) return with_reader<ReadAffine8>(w.scale_format, body);
+  with_reader<ReadDense>(w.format, body);
+}
+
 static void matmul_direct(const Weight& w, const MatmulTile& t) {
-  bool is_float = w.scale_format == Format::float32;
-  switch (w.format) {
-    case Format::affine4: return is_float ? direct<ReadAffine4<true>>(w, t) : direct<ReadAffine4<false>>(w, t);
-    case Format::affine8: return is_float ? direct<ReadAffine8<true>>(w, t) : direct<ReadAffine8<false>>(w, t);
-    case Format::float32: return direct<ReadDense<Format::float32>>(w, t);
-    case Format::float16: return direct<ReadDense<Format::float16>>(w, t);
-    case Format::bfloat16: return direct<ReadDense<Format::bfloat16>>(w, t);
-  }
+  with_reader(w, [&]<class R>() { direct<R>(w, t); });
 }
 
 // Many rows: tiles of TM rows and TN columns. Packed x is [tile][K / W][TM][W], a panel [tile][K / W][TN][W].
@@ -259,18 +266,7 @@ static void fill_panel(const Weight& w, long begin, long end, float* panel) {
 }
 
 static void fill_any(const Weight& w, long begin, long end, float* panel) {
-  bool is_float = w.scale_format == Format::float32;
-  switch (w.format) {
-    case Format::affine4:
-      return is_float ? fill_panel<ReadAffine4<true>>(w, begin, end, panel)
-                      : fill_panel<ReadAffine4<false>>(w, begin, end, panel);
-    case Format::affine8:
-      return is_float ? fill_panel<ReadAffine8<true>>(w, begin, end, panel)
-                      : fill_panel<ReadAffine8<false>>(w, begin, end, panel);
-    case Format::float32: return fill_panel<ReadDense<Format::float32>>(w, begin, end, panel);
-    case Format::float16: return fill_panel<ReadDense<Format::float16>>(w, begin, end, panel);
-    case Format::bfloat16: return fill_panel<ReadDense<Format::bfloat16>>(w, begin, end, panel);
-  }
+  with_reader(w, [&]<class R>() { fill_panel<R>(w, begin, end, panel); });
 }
 
 INLINE void tile_sums(const float* x, const float* w, long steps, float (*sums)[8]) {

@@ -182,3 +182,18 @@ INLINE vf load_bfloat(const uint16_t* p) {
   return (vf){bfloat_to_float(p[0]), bfloat_to_float(p[1]), bfloat_to_float(p[2]), bfloat_to_float(p[3])};
 #endif
 }
+
+// Value i of an array in format F, in all lanes.
+template <Format F>
+INLINE vf splat_from(const void* p, long i) {
+  if constexpr (F == Format::float32) return splat(((const float*)p)[i]);
+  uint16_t h = ((const uint16_t*)p)[i];
+  if constexpr (F == Format::bfloat16) return splat(bfloat_to_float(h));
+#if defined(MLXSERVE_AVX512)
+  return _mm512_cvtph_ps(_mm256_set1_epi16((short)h));
+#elif defined(MLXSERVE_AVX2)
+  return _mm256_cvtph_ps(_mm_set1_epi16((short)h));
+#else
+  return splat(half_to_float(h));
+#endif
+}
