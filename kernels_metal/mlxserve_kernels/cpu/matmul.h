@@ -7,9 +7,12 @@
 // CHUNK values are of one group whatever the group's size.
 constexpr long CHUNK = 32;
 
+constexpr long kScales = 16;  // groups whose scales are widened together
+
 template <Format S>
 struct ReadScales {
   const char *scales, *biases;
+  float wide[2][kScales];
   static constexpr long kSize = S == Format::float32 ? 4 : 2;
 
   INLINE_MEMBER void open(const Weight& w, long n) {
@@ -17,15 +20,22 @@ struct ReadScales {
     scales = (const char*)w.scales + offset;
     biases = (const char*)w.biases + offset;
   }
-  // Rows are often too short for the hardware to foresee the next ones: `ahead` rows on, a share of the
-  // `count` rows there for each chunk.
-  INLINE_MEMBER void prefetch(const Weight& w, long chunk, long ahead, long count) const {
-    long at = ahead * (w.k / w.group) * kSize + (chunk * CHUNK / w.group) * count * kSize;
-    __builtin_prefetch(scales + at);
-    __builtin_prefetch(biases + at);
+  // The scales of `count` rows, `ahead` rows on, from group g.
+  INLINE_MEMBER void prefetch(const Weight& w, long g, long ahead, long count) const {
+    const long row = (w.k / w.group) * kSize, at = ahead * row + g * count * kSize;
+    for (long i = 0; i < least(count * row - g * count * kSize, kScales * count * kSize); i += 64) {
+      __builtin_prefetch(scales + at + i);
+      __builtin_prefetch(biases + at + i);
+    }
   }
-  INLINE_MEMBER vf scale(long g) const { return splat_from<S>(scales, g); }
-  INLINE_MEMBER vf bias(long g) const { return splat_from<S>(biases, g); }
+  // Call it for every kScales-th group before its values are read; `count` groups follow in the row.
+  INLINE_MEMBER void widen(long g, long count) {
+    widen_first<S>(scales + g * kSize, least(count, kScales), wide[0]);
+    widen_first<S>(biases + g * kSize, least(count, kScales), wide[1]);
+  }
+  // Group i of those that were widened last.
+  INLINE_MEMBER vf scale(unsigned i) const { return splat(wide[0][i]); }
+  INLINE_MEMBER vf bias(unsigned i) const { return splat(wide[1][i]); }
 };
 
 template <Format S>
@@ -44,19 +54,24 @@ struct ReadAffine4 {
     words = (const uint32_t*)w.data + n * (w.k / 8);
     scales.open(w, n);
   }
-  INLINE_MEMBER void prefetch(const Weight& w, long chunk, long ahead, long count) const {
-    const char* at = (const char*)words + ahead * (w.k / 2) + chunk * 16 * count;
-    for (long i = 0; i < 16 * count; i += 64) __builtin_prefetch(at + i);
-    scales.prefetch(w, chunk, ahead, count);
+  // Rows are often too short for the hardware to foresee the next ones: of `count` rows, `ahead` rows on, the
+  // share of the chunk at k.
+  INLINE_MEMBER void prefetch(const Weight& w, long k, long ahead, long count) const {
+    const char* at = (const char*)words + ahead * (w.k / 2) + k / 2 * count;
+    for (long i = 0; i < CHUNK / 2 * count; i += 64) __builtin_prefetch(at + i);
   }
-  INLINE_MEMBER void group(long g) {
+  INLINE_MEMBER void widen(long g, long count) { scales.widen(g, count); }
+  INLINE_MEMBER void prefetch_scales(const Weight& w, long g, long ahead, long count) const {
+    scales.prefetch(w, g, ahead, count);
+  }
+  INLINE_MEMBER void group(unsigned i) {
 #if defined(MLXSERVE_AVX512)
-    table = scales.scale(g) * (vf){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + scales.bias(g);
+    table = scales.scale(i) * (vf){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + scales.bias(i);
 #elif defined(MLXSERVE_AVX2)
-    scale = scales.scale(g), bias = scales.bias(g);
+    scale = scales.scale(i), bias = scales.bias(i);
 #else
-    vf s = scales.scale(g), b = scales.bias(g);
-    for (int i = 0; i < 16; i += W) store(table + i, s * ((vf){0, 1, 2, 3} + (float)i) + b);
+    vf s = scales.scale(i), b = scales.bias(i);
+    for (int q = 0; q < 16; q += W) store(table + q, s * ((vf){0, 1, 2, 3} + (float)q) + b);
 #endif
   }
   INLINE_MEMBER vf vector(long k) const {
@@ -88,12 +103,15 @@ struct ReadAffine8 {
     bytes = (const uint8_t*)w.data + n * w.k;
     scales.open(w, n);
   }
-  INLINE_MEMBER void prefetch(const Weight& w, long chunk, long ahead, long count) const {
-    const char* at = (const char*)bytes + ahead * w.k + chunk * 32 * count;
-    for (long i = 0; i < 32 * count; i += 64) __builtin_prefetch(at + i);
-    scales.prefetch(w, chunk, ahead, count);
+  INLINE_MEMBER void prefetch(const Weight& w, long k, long ahead, long count) const {
+    const char* at = (const char*)bytes + ahead * w.k + k * count;
+    for (long i = 0; i < CHUNK * count; i += 64) __builtin_prefetch(at + i);
   }
-  INLINE_MEMBER void group(long g) { scale = scales.scale(g), bias = scales.bias(g); }
+  INLINE_MEMBER void widen(long g, long count) { scales.widen(g, count); }
+  INLINE_MEMBER void prefetch_scales(const Weight& w, long g, long ahead, long count) const {
+    scales.prefetch(w, g, ahead, count);
+  }
+  INLINE_MEMBER void group(unsigned i) { scale = scales.scale(i), bias = scales.bias(i); }
   INLINE_MEMBER vf vector(long k) const {
 #if defined(MLXSERVE_AVX512)
     vf q = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(bytes + k))));
@@ -113,7 +131,9 @@ struct ReadDense {
   INLINE_MEMBER void open(const Weight& w, long n) {
     row = (const char*)w.data + n * w.k * (F == Format::float32 ? 4 : 2);
   }
-  INLINE_MEMBER void group(long) {}
+  INLINE_MEMBER void widen(long, long) {}
+  INLINE_MEMBER void prefetch_scales(const Weight&, long, long, long) const {}
+  INLINE_MEMBER void group(unsigned) {}
   INLINE_MEMBER void prefetch(const Weight&, long, long, long) const {}
   INLINE_MEMBER vf vector(long k) const {
     if constexpr (F == Format::float32) return load((const float*)row + k);
@@ -133,8 +153,17 @@ constexpr bool is_dense = false;
 template <Format F>
 constexpr bool is_dense<ReadDense<F>> = true;
 
-// The chunks of a group, as a shift.
-INLINE int chunk_shift(const Weight& w) { return w.group == 128 ? 2 : w.group == 64 ? 1 : 0; }
+// Calls enter(first group, groups of the row that follow) and then chunk(k, i) for the chunks of these groups,
+// i being the group of the chunk among them, until all whole chunks of a row are done.
+template <class Enter, class Each>
+INLINE void for_chunks(const Weight& w, Enter&& enter, Each&& chunk) {
+  const int shift = w.group == 128 ? 7 : w.group == 64 ? 6 : 5;
+  const long size = w.k / CHUNK * CHUNK, span = w.group ? kScales << shift : size;
+  for (long begin = 0; begin < size; begin += span) {
+    if (w.group) enter(begin >> shift, (size - begin) >> shift);
+    for (long k = begin; k < least(begin + span, size); k += CHUNK) chunk(k, (unsigned)((k - begin) >> shift));
+  }
+}
 
 // M rows times C columns in registers.
 template <class R, int M, int C>
@@ -143,7 +172,6 @@ static void direct_block(const Weight& w, const MatmulTile& t, long col) {
   vf acc[M][C];
   const float* x = t.x + t.row_begin * w.k;
   const long size = w.k;
-  const int shift = chunk_shift(w);
 #pragma GCC unroll 8
   for (int c = 0; c < C; ++c) {
     readers[c].open(w, col + c);
@@ -159,13 +187,19 @@ static void direct_block(const Weight& w, const MatmulTile& t, long col) {
     }
   };
   auto whole = [](const R& reader, long k) INLINE_LAMBDA { return reader.vector(k); };
-  for (long k = 0; k + CHUNK <= size; k += CHUNK) {
-    readers[0].prefetch(w, k / CHUNK, 2 * C, C);
+  for_chunks(
+      w,
+      [&](long g, long count) INLINE_LAMBDA {
+        readers[0].prefetch_scales(w, g, 2 * C, C);
+        for (int c = 0; c < C; ++c) readers[c].widen(g, count);
+      },
+      [&](long k, unsigned group) INLINE_LAMBDA {
+        readers[0].prefetch(w, k, 2 * C, C);
 #pragma GCC unroll 8
-    for (int c = 0; c < C; ++c) readers[c].group(k / CHUNK >> shift);
+        for (int c = 0; c < C; ++c) readers[c].group(group);
 #pragma GCC unroll 8
-    for (int i = 0; i < CHUNK / W; ++i) add(k + i * W, whole);
-  }
+        for (int i = 0; i < CHUNK / W; ++i) add(k + i * W, whole);
+      });
   if constexpr (is_dense<R>) {
     for (long k = size / CHUNK * CHUNK; k + W <= size; k += W) add(k, whole);
     long k = size / W * W, count = size - k;
@@ -187,7 +221,7 @@ static void direct_block(const Weight& w, const MatmulTile& t, long col) {
 
 template <class R, int M>
 static void direct_rows(const Weight& w, const MatmulTile& t) {
-  constexpr int C = W == 16 || M <= 2 ? 4 : 2;
+  constexpr int C = M <= (W == 16 ? 4 : 2) ? 4 : 2;
   long col = t.col_begin;
   for (; col + C <= t.col_end; col += C) direct_block<R, M, C>(w, t, col);
   for (; col < t.col_end; ++col) direct_block<R, M, 1>(w, t, col);
@@ -253,11 +287,12 @@ static void fill_panel(const Weight& w, long begin, long end, float* panel) {
       }
       R reader;
       reader.open(w, tile + c);
-      const int shift = chunk_shift(w);
-      for (long k = 0; k + CHUNK <= w.k; k += CHUNK) {
-        reader.group(k / CHUNK >> shift);
-        for (int i = 0; i < CHUNK; i += W) store(to + (k + i) * TN, reader.vector(k + i));
-      }
+          for_chunks(
+          w, [&](long g, long count) INLINE_LAMBDA { reader.widen(g, count); },
+          [&](long k, unsigned group) INLINE_LAMBDA {
+            reader.group(group);
+            for (int i = 0; i < CHUNK; i += W) store(to + (k + i) * TN, reader.vector(k + i));
+          });
       if constexpr (is_dense<R>)
         for (long k = w.k / CHUNK * CHUNK; k + W <= w.k; k += W) store(to + k * TN, reader.vector(k));
       if constexpr (is_dense<R>)

@@ -183,17 +183,17 @@ INLINE vf load_bfloat(const uint16_t* p) {
 #endif
 }
 
-// Value i of an array in format F, in all lanes.
+// The first n <= 16 values of an array in a 16-bit format.
 template <Format F>
-INLINE vf splat_from(const void* p, long i) {
-  if constexpr (F == Format::float32) return splat(((const float*)p)[i]);
-  uint16_t h = ((const uint16_t*)p)[i];
-  if constexpr (F == Format::bfloat16) return splat(bfloat_to_float(h));
+INLINE void widen_first(const void* from, long n, float* to) {
 #if defined(MLXSERVE_AVX512)
-  return _mm512_cvtph_ps(_mm256_set1_epi16((short)h));
-#elif defined(MLXSERVE_AVX2)
-  return _mm256_cvtph_ps(_mm_set1_epi16((short)h));
+  __m256i h = _mm256_maskz_loadu_epi16((__mmask16)((1u << n) - 1), from);
+  store(to, F == Format::float16 ? _mm512_cvtph_ps(h)
+                                 : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16)));
 #else
-  return splat(half_to_float(h));
+  long i = 0;
+  for (; i + W <= n; i += W)
+    store(to + i, F == Format::float16 ? load_half((const uint16_t*)from + i) : load_bfloat((const uint16_t*)from + i));
+  for (; i < n; ++i) to[i] = load_scalar(from, F, i);
 #endif
 }
