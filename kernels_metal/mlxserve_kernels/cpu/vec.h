@@ -183,9 +183,14 @@ INLINE vf load_bfloat(const uint16_t* p) {
 #endif
 }
 
-// The first n <= 16 values of an array in a 16-bit format.
+// The first n <= 16 values of an array, as float32.
 template <Format F>
 INLINE void widen_first(const void* from, long n, float* to) {
+  if constexpr (F == Format::float32) {
+    const float* floats = (const float*)from;
+    for (long i = 0; i < n; i += W) store(to + i, n - i < W ? load_first(floats + i, n - i) : load(floats + i));
+    return;
+  }
 #if defined(MLXSERVE_AVX512)
   __m256i h = _mm256_maskz_loadu_epi16((__mmask16)((1u << n) - 1), from);
   store(to, F == Format::float16 ? _mm512_cvtph_ps(h)
