@@ -3,7 +3,8 @@
 MLXSERVE_HOME       folder of imported models and caches (default: mlxserve in $XDG_CACHE_HOME or ~/.cache)
 MLXSERVE_KERNELS    reference | cpu: which implementation of the kernels runs (read by mlxserve_kernels)
 MLXSERVE_THREADS    number of CPU kernel threads (read by mlxserve_kernels)
-MLXSERVE_DEBUG      0 | 1: with 1 the command line prints tracebacks below its one-line errors
+MLXSERVE_CPU_ISA    portable | avx2 | avx512: instruction set of the CPU kernels (read by mlxserve_kernels)
+MLXSERVE_DEBUG      0 | 1: with 1 the command line prints the traceback of an unexpected error
 """
 
 from __future__ import annotations

@@ -33,6 +33,15 @@ def supports_steps_in_flight() -> bool:
     return extension() is not None
 
 
+def release_thread() -> None:
+    """Free what MLX keeps for the calling thread, which is about to end. Its compiled functions hold Python
+    objects: freed by the thread's own end, which may come after Python's, they would abort the process.
+    Without the extension there is no way to free them."""
+    cpu = extension()
+    if cpu is not None:
+        cpu.clear_compile_cache()
+
+
 def quantized_matmul(
     x: mx.array,
     w: mx.array,

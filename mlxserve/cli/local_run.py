@@ -95,9 +95,9 @@ def build_request(
     limit = min(model.context_length, model.engine.max_sequence_tokens)
     room = limit - len(prompt_ids)
     if room < 1 or (max_tokens is not None and max_tokens > room):
-        wanted = f" and --max-tokens {max_tokens}" if max_tokens is not None else ""
+        verb = f"and --max-tokens {max_tokens} do" if max_tokens is not None else "does"
         raise ContextLengthError(
-            f"the prompt of {len(prompt_ids)} tokens{wanted} does not fit the context of {limit} tokens",
+            f"the prompt of {len(prompt_ids)} tokens {verb} not fit the context of {limit} tokens",
             param="prompt",
             num_prompt_tokens=len(prompt_ids),
             context_length=limit,

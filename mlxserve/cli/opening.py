@@ -11,6 +11,7 @@ from mlxserve.cli.process import end_process
 from mlxserve.config import EngineConfig
 from mlxserve.engine.served_model import ServedModel, open_folder, open_scripted
 from mlxserve.errors import UsageError
+from mlxserve_kernels import dispatch
 
 
 def open_model(name: str, config: EngineConfig, *, console: Console) -> ServedModel:
@@ -26,6 +27,7 @@ def load_model(
     ``max_context`` lowers the context length. Raises UsageError when the model supports less. A signal
     during the load ends the process: the engine's thread may be deep in a load that nothing can stop.
     """
+    _check_kernels()
     try:
         with console.status(f"Loading {source.id}"):
             model = _open(source, config)
@@ -40,6 +42,14 @@ def load_model(
             f"--max-context {max_context} is more than {model.id} supports: {model.context_length} tokens"
         )
     return dataclasses.replace(model, context_length=max_context)
+
+
+def _check_kernels() -> None:
+    """The kernels read their own variables, below our exception tree; ask before a thread does."""
+    try:
+        dispatch.extension()
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def _open(source: PreparedModel, config: EngineConfig) -> ServedModel:

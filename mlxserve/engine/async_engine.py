@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from mlxserve.config import EngineConfig
@@ -105,6 +105,10 @@ class AsyncEngine:
         assert self._loop is loop, "an engine belongs to one event loop"
         stream = TokenStream(request.request_id, self._send_abort)
         self._streams[request.request_id] = stream
+        if self._death is not None:
+            # It died after the check, perhaps without seeing this stream.
+            del self._streams[request.request_id]
+            self._check(request)
         with self._wakeup:
             self._mail.requests.append(request)
             self._wakeup.notify()
@@ -134,6 +138,10 @@ class AsyncEngine:
             raise InvalidRequestError("the prompt has no tokens", param="prompt")
         if request.max_tokens < 1:
             raise InvalidRequestError(f"max_tokens must be at least 1, got {request.max_tokens}")
+        if request.request_id in self._streams:
+            raise InvalidRequestError(f"request id {request.request_id!r} is in use")
+        self._check_ids("prompt", request.prompt_ids)
+        self._check_ids("logit_bias", [token for token, _ in request.sampling.logit_bias])
         num_tokens = len(request.prompt_ids) + request.max_tokens
         if num_tokens > self.max_sequence_tokens:
             raise ContextLengthError(
@@ -147,6 +155,14 @@ class AsyncEngine:
             raise QueueFullError(
                 f"{len(self._streams)} requests are running or waiting, the limit is {limit}",
                 retry_after_s=RETRY_AFTER_S,
+            )
+
+    def _check_ids(self, param: str, ids: Sequence[int]) -> None:
+        """Ids beyond the model's own arrays would be read from memory that is not theirs."""
+        if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
+            wrong = next(token for token in ids if not 0 <= token < self.vocab_size)
+            raise InvalidRequestError(
+                f"{param} takes token ids from 0 to {self.vocab_size - 1}, not {wrong}", param=param
             )
 
     def _send_abort(self, request_id: str) -> None:
@@ -177,6 +193,14 @@ class AsyncEngine:
 
     def _run(self, load: Callable[[], Target], ready: threading.Event) -> None:
         try:
+            core = self._start(load, ready)
+            if core is not None:
+                self._serve_until_end(core)
+        finally:
+            ops.release_thread()
+
+    def _start(self, load: Callable[[], Target], ready: threading.Event) -> EngineCore | None:
+        try:
             target = load()
             wire_memory(target.weight_bytes)
             core = EngineCore(target, self._config, is_pipelined=ops.supports_steps_in_flight())
@@ -185,9 +209,12 @@ class AsyncEngine:
             self._stats = core.stats()
         except BaseException as error:  # noqa: BLE001 - raised again by the constructor
             self._load_error = error
-            return
+            return None
         finally:
             ready.set()
+        return core
+
+    def _serve_until_end(self, core: EngineCore) -> None:
         try:
             self._serve(core)
             self._death = "it was closed"

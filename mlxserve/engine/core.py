@@ -17,7 +17,7 @@ from mlxserve.engine.memory import plan_pages
 from mlxserve.engine.pacing import PrefillPacer
 from mlxserve.engine.runner import Runner
 from mlxserve.engine.scheduler import ScheduledBatch, Scheduler
-from mlxserve.engine.sequence import Sequence
+from mlxserve.engine.sequence import Sequence, SequenceStatus
 from mlxserve.engine.target import Target
 from mlxserve.errors import MlxserveError, RequestFailedError
 from mlxserve.types import EngineStats, GenerationRequest, TokenOutput
@@ -186,9 +186,15 @@ class EngineCore:
         error = RequestFailedError(f"the engine failed on this step: {message}")
         self._in_flight = None
         outputs = []
-        for sequence in list(self._scheduler.running):
-            self._sequences.pop(sequence.request.request_id, None)
-            outputs.append(self._scheduler.abort(sequence, error))
+        for request_id, sequence in list(self._sequences.items()):
+            if sequence.status is SequenceStatus.RUNNING:
+                outputs.append(self._scheduler.abort(sequence, error))
+            elif sequence.status is SequenceStatus.FINISHED:
+                # It ended within the step that failed, so nobody was told.
+                outputs.append(TokenOutput(request_id, (), "error", error=error))
+            else:
+                continue
+            del self._sequences[request_id]
         self._reset_pages()
         return outputs
 

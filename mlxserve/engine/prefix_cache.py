@@ -8,6 +8,7 @@ node may begin alike (they differ at some token), never be equal, and none is a 
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -108,10 +109,11 @@ class PrefixCache:
                 heapq.heappush(heap, (parent.last_used, id(parent), parent))
         return num_freed
 
-    def num_evictable(self) -> int:
-        """Pages that ``evict`` could free: whole subtrees that no sequence uses."""
+    def num_evictable(self, limit: int | None = None) -> int:
+        """Pages that ``evict`` could free: whole subtrees that no sequence uses; counts to ``limit``."""
         # A sequence that holds a page holds all pages above it, so counts alone decide.
-        return sum(self._pool.count(node.page) == 1 for node in self._nodes())
+        evictable = (node for node in self._nodes() if self._pool.count(node.page) == 1)
+        return sum(1 for _ in itertools.islice(evictable, limit))
 
     def clear(self) -> None:
         """Drop every node. Sequences keep their own references but must forget their nodes."""

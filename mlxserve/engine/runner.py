@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
@@ -28,8 +30,8 @@ class Runner:
                 mx.eval(previous)
             self._target.resize(batch.num_pool_pages)
             self._num_pages = batch.num_pool_pages
-        if batch.page_copies:
-            self._target.copy_pages(batch.page_copies)
+        for copies in independent_groups(batch.page_copies):
+            self._target.copy_pages(copies)
         result = self._target.forward(batch, step_inputs(batch, self._page_size, previous))
         if batch.num_sampled:
             result = sample(result, sampling_rows(batch))
@@ -41,6 +43,20 @@ class Runner:
         self._target.resize(0)
         self._target.resize(num_pages)
         self._num_pages = num_pages
+
+
+def independent_groups(copies: Iterable[tuple[int, int]]) -> list[tuple[tuple[int, int], ...]]:
+    """Copies in order, split so that within a group no target is a source or another target: a page
+    may be copied, evicted and used as a target within one step."""
+    groups: list[list[tuple[int, int]]] = []
+    touched: set[int] = set()
+    for source, target in copies:
+        if not groups or source in touched or target in touched:
+            groups.append([])
+            touched = set()
+        groups[-1].append((source, target))
+        touched |= {source, target}
+    return [tuple(group) for group in groups]
 
 
 def step_inputs(batch: ScheduledBatch, page_size: int, previous: mx.array | None) -> StepInputs:

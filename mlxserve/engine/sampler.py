@@ -12,6 +12,9 @@ from mlxserve.types import SamplingParams
 
 _MASK64 = (1 << 64) - 1
 
+_MIN_TEMPERATURE = 1e-5
+"""Smaller ones draw the same; as float32 they could become 0 and a logit of 0 divided by it a NaN."""
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
@@ -89,7 +92,7 @@ def _draw(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
     keys = mx.array(np.array([noise_key(row.seed, row.index) for row in rows], dtype=np.uint32))
     width = logits.shape[-1]
     noise = mx.vmap(lambda key: mx.random.gumbel(shape=(width,), key=key))(keys)
-    scaled = logits / _column([row.params.temperature for row in rows])
+    scaled = logits / _column([max(row.params.temperature, _MIN_TEMPERATURE) for row in rows])
     return mx.argmax(scaled + noise, axis=-1)
 
 

@@ -23,6 +23,9 @@ from mlxserve.types import FinishReason, TokenOutput
 Propose = Callable[[Sequence, int], tuple[int, ...]]
 """Draft tokens that may follow a sequence, at most as many as the second argument says."""
 
+_EVICTION_DIVISOR = 64
+"""An eviction walks the whole tree, so it takes a part of it at once: of a full cache, one page in 64."""
+
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
@@ -80,7 +83,6 @@ class _Step:
 
     budget: int
     rows: list[ScheduledSequence] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
     num_samples: int = 0
     has_preempted: bool = False
 
@@ -99,6 +101,8 @@ class Scheduler:
         self.cache = PrefixCache(pool, config.page_size)
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        # Copies wait for a launch: a delayed prefill takes its prefix in a step that may have no rows.
+        self._copies: list[tuple[int, int]] = []
 
     @property
     def has_work(self) -> bool:
@@ -122,7 +126,8 @@ class Scheduler:
             return None
         for row in step.rows:
             self._cache_full_pages(row.sequence)
-        return ScheduledBatch(tuple(step.rows), tuple(step.copies), self.pool.num_pages)
+        copies, self._copies = tuple(self._copies), []
+        return ScheduledBatch(tuple(step.rows), copies, self.pool.num_pages)
 
     def commit(self, batch: ScheduledBatch, samples: list[int]) -> list[TokenOutput]:
         """Take in the samples of a launched batch, in the order of its sampled rows."""
@@ -215,7 +220,7 @@ class Scheduler:
             sequence = self.waiting[0]
             if step.budget <= 0 or step.has_preempted or sequence.num_pending:
                 return
-            if not self._take_prefix(step, sequence):
+            if not self._take_prefix(sequence):
                 return
             del self.waiting[0]
             sequence.status = SequenceStatus.RUNNING
@@ -226,7 +231,7 @@ class Scheduler:
             else:
                 self._schedule_chunk(step, sequence, now)
 
-    def _take_prefix(self, step: _Step, sequence: Sequence) -> bool:
+    def _take_prefix(self, sequence: Sequence) -> bool:
         """Give a waiting sequence what is cached of it; False (and nothing taken) when the pool has
         no room for the rest."""
         if not self._config.prefix_cache:
@@ -245,19 +250,19 @@ class Scheduler:
         sequence.num_cached_pages = len(match.pages)
         sequence.num_computed = len(match.pages) * self._config.page_size
         if match.partial_page is not None:
-            self._copy_partial(step, sequence, match.partial_page, match.num_partial)
+            self._copy_partial(sequence, match.partial_page, match.num_partial)
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt)
         return True
 
-    def _copy_partial(self, step: _Step, sequence: Sequence, source: int, num_tokens: int) -> None:
+    def _copy_partial(self, sequence: Sequence, source: int, num_tokens: int) -> None:
         """Copy-on-write of a page that begins as the sequence goes on."""
         page = self._allocate()
         if page is not None:
             sequence.pages.append(page)
             sequence.num_computed += num_tokens
-            step.copies.append((source, page))
-        # Copies run first and in order, so the source may be reused within this very step.
+            self._copies.append((source, page))
+        # Copies run first and in order, so the source may be reused before they do.
         self.pool.release(source)
 
     # Pages
@@ -273,13 +278,14 @@ class Scheduler:
             return True
         if room > num_pages:
             return True
-        return room + self.cache.num_evictable() > num_pages
+        needed = num_pages + 1 - room
+        return self.cache.num_evictable(needed) >= needed
 
     def _allocate(self) -> int | None:
         page = self.pool.allocate()
         if page is None and self.pool.grow(1):
             page = self.pool.allocate()
-        if page is None and self.cache.evict(1):
+        if page is None and self.cache.evict(1 + self.cache.num_pages // _EVICTION_DIVISOR):
             page = self.pool.allocate()
         return page
 

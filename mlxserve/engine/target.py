@@ -46,7 +46,7 @@ class Target(Protocol):
         """Make the page tensors hold ``num_pages``, keeping what they hold. No step is in flight."""
 
     def copy_pages(self, copies: tuple[tuple[int, int], ...]) -> None:
-        """Copy pages (source, target), in order, on all layers (lazily)."""
+        """Copy pages (source, target) on all layers (lazily); no target is a source or another target."""
 
     def forward(self, batch: ScheduledBatch, inputs: StepInputs) -> mx.array:
         """Write keys and values and return the logits [R, vocab_size], lazily. When R is 0, return any

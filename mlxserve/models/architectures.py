@@ -80,6 +80,12 @@ def _classes(config: dict[str, Any], source: Path) -> tuple[Any, Any]:
         classes: tuple[Any, Any] = _get_classes(config)
     except ValueError as error:
         raise UnsupportedModelError(f"{source}: {error}") from error
+    except SystemExit:
+        # A file of mlx-lm ends the process when a package that it needs is missing.
+        model_type = config["model_type"]
+        raise UnsupportedModelError(
+            f"{source}: model_type {model_type!r} is not supported: mlx-lm needs one more package for it"
+        ) from None
     return classes
 
 

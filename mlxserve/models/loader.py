@@ -96,17 +96,15 @@ def load_model(folder: Path, *, fuse: bool = True) -> LoadedModel:
     try:
         windows = _cache_windows(module)
         layers, expected = _probe_plain(module, windows)
-        is_bound = bind_attention(module)
+        bind_attention(module)
         select_rows_before_head(module)
         weight_bytes = sum(array.nbytes for _, array in tree_flatten(module.parameters()))
         num_fused = fuse_blocks(module, layers) if fuse else 0
-        if not is_bound and num_fused < len(layers):
-            raise UnsupportedModelError("this architecture does not use the standard attention")
         loaded = LoadedModel(module, config, layers, expected.shape[-1], weight_bytes, num_fused)
         try:
             _check_paged(loaded, expected)
         except UnsupportedModelError as error:
-            if not num_fused or not is_bound:
+            if not num_fused:
                 raise
             logger.warning("model_type %r runs unfused: %s", model_type, error)
             unfuse_blocks(module)

@@ -70,19 +70,24 @@ class LayerPages:
         return mx.zeros((num_pages, self.spec.num_kv_heads, self._page_size, dim), dtype=self.spec.dtype)
 
 
-class _InPages:
-    """Stands for keys or values that live in pages, or for the mask of their attention as an array. Any
-    arithmetic on it fails at once."""
+@dataclass(frozen=True, slots=True)
+class InPages:
+    """Stands for keys or values that live in pages. Any arithmetic on it fails at once."""
 
+    dtype: mx.Dtype
+    """Of the rows that were handed in; some architectures bring the attention's result back to it."""
 
-IN_PAGES = _InPages()
+    def astype(self, dtype: mx.Dtype) -> InPages:
+        """Itself: the attention computes in float32 whatever the pages hold."""
+        return self
 
 
 @dataclass(frozen=True, slots=True)
-class WindowMask:
-    """What a model gets as the mask of its windowed layers, and hands on to the attention."""
+class PagedMask:
+    """What a model gets as a mask where its own would be an array or a window, and hands on to the
+    attention: each row sees its own context, of that the last ``window`` tokens."""
 
-    window: int
+    window: int | None
 
 
 class PagedLayerCache:
@@ -94,7 +99,7 @@ class PagedLayerCache:
         self.metadata = metadata
         self.offset = metadata.positions
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[_InPages, _InPages]:
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[InPages, InPages]:
         """Write (T, H, 1, D) keys and values to their slots; the attention reads the pages."""
         self.pages.keys, self.pages.values = ops.write_pages(
             self.pages.keys,
@@ -103,15 +108,14 @@ class PagedLayerCache:
             values.squeeze(2),
             self.metadata.slot_mapping,
         )
-        return IN_PAGES, IN_PAGES
+        return InPages(keys.dtype), InPages(values.dtype)
 
     def make_mask(
         self, length: int, *, return_array: bool = False, window_size: int | None = None
-    ) -> WindowMask | _InPages | None:
-        """Each row sees its own context: no mask but the window."""
-        if return_array:
-            return IN_PAGES
-        return None if window_size is None else WindowMask(window_size)
+    ) -> PagedMask | None:
+        """Each row sees its own context: no mask but the window. A model that computes with its mask
+        fails at the first use of it."""
+        return PagedMask(window_size) if return_array or window_size is not None else None
 
 
 class PagedCaches(list[PagedLayerCache]):
@@ -129,11 +133,12 @@ def attend(
     cache: PagedLayerCache,
     *,
     scale: float,
-    mask: WindowMask | None,
-    sinks: mx.array | None,
+    mask: PagedMask | None,
+    sinks: mx.array | None = None,
+    softcap: float | None = None,
 ) -> mx.array:
     """Attention of (T, H, 1, D) queries over the pages; returns (T, H, 1, Dv)."""
-    if mask is not None and not isinstance(mask, WindowMask):
+    if mask is not None and not isinstance(mask, PagedMask):
         raise UnsupportedModelError("this architecture has an attention mask of its own")
     windows = [w for w in (cache.pages.spec.window, mask.window if mask else None) if w is not None]
     metadata = cache.metadata
@@ -146,16 +151,23 @@ def attend(
         metadata.kv_lens,
         scale=scale,
         window=min(windows) if windows else None,
+        softcap=softcap,
         sinks=sinks,
     )
     return output[:, :, None]
 
 
-def bind_attention(model: nn.Module) -> bool:
-    """Rebind ``scaled_dot_product_attention`` in the modules that define the layers of ``model``; returns
-    whether any of them has it."""
+def bind_attention(model: nn.Module) -> None:
+    """Rebind ``scaled_dot_product_attention`` in the modules that define the layers of ``model``.
+
+    Attention that is written out (Gemma 2) changes its class instead. Raises UnsupportedModelError when
+    there is neither.
+    """
+    for _, module in model.named_modules():
+        if (type(module).__module__, type(module).__name__) == ("mlx_lm.models.gemma2", "Attention"):
+            module.__class__ = _softcapped_attention(type(module))
     names = {type(module).__module__ for _, module in model.named_modules()}
-    num_bound = 0
+    num_bound = sum(name == __name__ for name in names)
     for name in names:
         module = sys.modules[name]
         original = vars(module).get("scaled_dot_product_attention")
@@ -164,7 +176,31 @@ def bind_attention(model: nn.Module) -> bool:
         num_bound += 1
         if not hasattr(original, "is_paged_dispatcher"):
             module.scaled_dot_product_attention = _dispatcher(original)  # type: ignore[attr-defined]
-    return num_bound > 0
+    if not num_bound:
+        raise UnsupportedModelError("this architecture does not use the standard attention")
+
+
+def _softcapped_attention(original: type[nn.Module]) -> type[nn.Module]:
+    """Gemma 2's attention: ``original`` but for our caches."""
+
+    def call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        if not isinstance(cache, PagedLayerCache):
+            return original.__call__(self, x, mask, cache)
+        num_rows = x.shape[0]
+        queries = self.q_proj(x).reshape(num_rows, self.n_heads, 1, -1)
+        keys = self.k_proj(x).reshape(num_rows, self.n_kv_heads, 1, -1)
+        values = self.v_proj(x).reshape(num_rows, self.n_kv_heads, 1, -1)
+        cache.update_and_fetch(self.rope(keys, offset=cache.offset), values)
+        output = attend(
+            self.rope(queries, offset=cache.offset),
+            cache,
+            scale=self.scale,
+            mask=mask,
+            softcap=self.attn_logit_softcapping,
+        )
+        return self.o_proj(output.reshape(num_rows, 1, -1))
+
+    return type("SoftcappedAttention", (original,), {"__call__": call, "__module__": __name__})
 
 
 def _dispatcher(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
@@ -179,7 +215,7 @@ def _dispatcher(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
         sinks: mx.array | None = None,
     ) -> mx.array:
         if isinstance(cache, PagedLayerCache):
-            if keys is not IN_PAGES or values is not IN_PAGES:
+            if not (isinstance(keys, InPages) and isinstance(values, InPages)):
                 raise UnsupportedModelError("this architecture changes its keys after caching them")
             return attend(queries, cache, scale=scale, mask=mask, sinks=sinks)
         return original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)

@@ -93,6 +93,28 @@ def test_a_prompt_over_the_context_states_both_numbers(run: Run, script: Script)
     assert result == Result(1, "", "error: the prompt of 200 tokens does not fit the context of 128 tokens\n")
 
 
+def test_more_tokens_than_the_context_holds_are_refused(run: Run, script: Script) -> None:
+    result = run("generate", script(TOWN), "--raw", "--prompt", "abc", "--max-tokens", "5000")
+    assert result == Result(
+        1,
+        "",
+        "error: the prompt of 3 tokens and --max-tokens 5000 do not fit the context of 4096 tokens\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("MLXSERVE_KERNELS", "foo"), ("MLXSERVE_THREADS", "0"), ("MLXSERVE_THREADS", "two")]
+)
+def test_a_bad_kernel_variable_is_one_line_and_exit_code_2(
+    run: Run, script: Script, name: str, value: str
+) -> None:
+    result = run("generate", script(TOWN), "--prompt", "a", **{name: value})
+    assert (result.code, result.out) == (2, "")
+    assert result.err.startswith(f"error: {name} must be ")
+    assert repr(value) in result.err
+    assert result.err.count("\n") == 1
+
+
 def test_ctrl_c_stops_with_130_and_no_traceback(start: Starter, script: Script) -> None:
     name = script([{"match": "", "pieces": ["a"], "end": "run", "delay_ms": 20}])
     process = start("generate", name, "--prompt", "x")

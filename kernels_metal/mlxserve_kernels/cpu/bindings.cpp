@@ -8,6 +8,7 @@
 
 #include "decoder.h"
 #include "isa.h"
+#include "mlx/compile_impl.h"
 #include "ops.h"
 #include "pool.h"
 
@@ -79,6 +80,10 @@ NB_MODULE(_cpu, m) {
         mlxserve::set_threads(threads);
       },
       "threads"_a, "isa"_a, "Call once, before any kernel.");
+  m.def(
+      "clear_compile_cache",
+      [] { mlx::core::detail::compile_clear_cache(mlx::core::detail::compile_cache()); },
+      "Drop what mx.compile keeps for this thread.");
   m.def("quantized_matmul", &mlxserve::quantized_matmul, "x"_a, "w"_a, "scales"_a, "biases"_a, "group_size"_a,
         "bits"_a);
   m.def("linear", &mlxserve::linear, "x"_a, "w"_a);
