@@ -16,7 +16,7 @@ namespace {
 
 constexpr long kColumns = 16;         // columns that one unit of work has at least, with few rows
 constexpr long kPartRows = 128;       // rows of a unit of work, with many
-constexpr long kPhasesOfALayer = 11;  // at most
+constexpr long kPhasesOfALayer = 12;  // at most
 
 struct Pool {
   char *keys, *values;

@@ -3,8 +3,10 @@
 
 #include <sched.h>
 
+
 #include <algorithm>
 #include <atomic>
+#include <cassert>
 #include <vector>
 
 #include "pool.h"
@@ -21,6 +23,7 @@ class Team {
   // threads. Ranges shrink towards the end of a phase and have at most `longest` units. Bodies do not throw.
   template <class Body>
   void share(long phase, long units, long longest, Body&& body) {
+    assert(phase < long(counters_.size()));
     Counter& counter = counters_[phase];
     long begin = counter.next.load(std::memory_order_relaxed), mine = 0;
     while (begin < units) {
