@@ -11,7 +11,7 @@ One layer, with x the hidden state [T, hidden] and everything in brackets left o
     x = x + residual_multiplier * [post_mlp_norm](down(activation(gate(h)) * up(h)))
 
 A row's bits do not depend on the other rows of a call, on page placement or on the number of threads, and
-are those that the single operations of ``ops`` give (angles are the float32 products that mx.fast.rope takes).
+are those that the single operations of ``ops`` give. Angles are the float32 products that mx.fast.rope takes.
 """
 
 from __future__ import annotations

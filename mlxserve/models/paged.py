@@ -121,9 +121,7 @@ class PagedLayerCache:
 class PagedCaches(list[PagedLayerCache]):
     """The caches of all layers, and which rows go on to the output head."""
 
-    def __init__(
-        self, layers: Sequence[LayerPages], metadata: PagedMetadata, sampled_rows: mx.array
-    ) -> None:
+    def __init__(self, layers: Sequence[LayerPages], metadata: PagedMetadata, sampled_rows: mx.array) -> None:
         super().__init__(PagedLayerCache(layers, index, metadata) for index in range(len(layers)))
         self.sampled_rows = sampled_rows
 

@@ -120,9 +120,7 @@ def step(model: LoadedModel, pages: list[LayerPages], *runs: Run) -> list[np.nda
 
     positions = [run.start + i for run in runs for i in range(len(run.tokens))]
     owners = [run for run in runs for _ in run.tokens]
-    slots = [
-        run.pages[at // PAGE] * PAGE + at % PAGE for run, at in zip(owners, positions, strict=True)
-    ]
+    slots = [run.pages[at // PAGE] * PAGE + at % PAGE for run, at in zip(owners, positions, strict=True)]
     width = max(len(run.pages) for run in runs)
     starts = np.cumsum([0, *(len(run.tokens) for run in runs)])
     metadata = PagedMetadata(
@@ -141,7 +139,9 @@ def random_tokens(count: int, seed: int = 3) -> list[int]:
     return np.random.default_rng(seed).integers(0, 96, count).tolist()
 
 
-def in_chunks(model: LoadedModel, tokens: list[int], chunks: Sequence[int], pages: Sequence[int]) -> np.ndarray:
+def in_chunks(
+    model: LoadedModel, tokens: list[int], chunks: Sequence[int], pages: Sequence[int]
+) -> np.ndarray:
     """Logits of one sequence that comes in chunks."""
     layers, start, results = new_pages(model), 0, []
     for length in chunks:
