@@ -68,6 +68,11 @@ struct Kernels {
   std::size_t (*panel_floats)(long k);
   void (*matmul_panel)(const Weight&, const MatmulTile&, const float* packed, float* panel);
 
+  // Row n of a weight, dequantized.
+  void (*read_row)(const Weight&, long n, float* to);
+
+  // The first index of the largest value; -1 where a value is NaN.
+  long (*argmax)(const float* x, long n);
   void (*rms_norm)(const float* x, const void* weight, Format format, float eps, long rows, long k, float* y);
   void (*silu_mul)(const float* gate, const float* up, float* y, long begin, long end);
   // gate[i] = f(gate[i]) * up[i]

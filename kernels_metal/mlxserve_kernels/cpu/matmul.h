@@ -258,6 +258,24 @@ static void matmul_direct(const Weight& w, const MatmulTile& t) {
   with_reader(w, [&]<class R>() { direct<R>(w, t); });
 }
 
+static void read_row(const Weight& w, long n, float* to) {
+  with_reader(w, [&]<class R>() {
+    R reader;
+    reader.open(w, n);
+    for_chunks(
+        w, [&](long g, long count) INLINE_LAMBDA { reader.widen(g, count); },
+        [&](long k, unsigned group) INLINE_LAMBDA {
+          reader.group(group);
+          for (int i = 0; i < CHUNK; i += W) store(to + k + i, reader.vector(k + i));
+        });
+    if constexpr (is_dense<R>) {
+      long k = w.k / CHUNK * CHUNK;
+      for (; k + W <= w.k; k += W) store(to + k, reader.vector(k));
+      if (k < w.k) store_first(to + k, reader.rest(k, w.k - k), w.k - k);
+    }
+  });
+}
+
 // Many rows: tiles of TM rows and TN columns. Packed x is [tile][K / W][TM][W], a panel [tile][K / W][TN][W].
 constexpr int TM = 4, TN = W == 16 ? 6 : 3;
 constexpr long PANEL = 48;

@@ -85,3 +85,30 @@ static void rotate(float* x, long heads, long dim, const float* angles, long hal
     }
   }
 }
+
+static long argmax(const float* x, long n) {
+  vf top = splat(-__builtin_inff());
+  vi strange = {};
+  long i = 0;
+  for (; i + W <= n; i += W) {
+    vf v = load(x + i);
+    strange |= v != v;
+    top = greater(v, top);
+  }
+  float largest = greatest(top);
+  bool is_strange = false;
+  for (int l = 0; l < W; ++l) is_strange |= strange[l] != 0;
+  for (; i < n; ++i) {
+    is_strange |= x[i] != x[i];
+    largest = x[i] > largest ? x[i] : largest;
+  }
+  if (is_strange) return -1;
+  for (i = 0; i + W <= n; i += W) {
+    vi equal = load(x + i) == largest;
+    bool any = false;
+    for (int l = 0; l < W; ++l) any |= equal[l] != 0;
+    if (any) break;
+  }
+  while (i < n - 1 && x[i] != largest) ++i;
+  return i;
+}
