@@ -53,7 +53,7 @@ struct AttentionItem {
 enum class Activation { silu, gelu_tanh };
 
 constexpr long kSplit = 128;  // keys, in absolute positions, that one partial result covers
-constexpr long kMaxDirectRows = 6;
+constexpr long kMaxDirectRows = 4;
 
 // What one instruction set offers. No function throws or allocates; scratch is given by the caller.
 struct Kernels {

@@ -234,8 +234,6 @@ static void direct(const Weight& w, const MatmulTile& t) {
     case 2: return direct_rows<R, 2>(w, t);
     case 3: return direct_rows<R, 3>(w, t);
     case 4: return direct_rows<R, 4>(w, t);
-    case 5: return direct_rows<R, 5>(w, t);
-    case 6: return direct_rows<R, 6>(w, t);
   }
 }
 
@@ -322,7 +320,9 @@ static void fill_any(const Weight& w, long begin, long end, float* panel) {
   with_reader(w, [&]<class R>() { fill_panel<R>(w, begin, end, panel); });
 }
 
-INLINE void tile_sums(const float* x, const float* w, long steps, float (*sums)[8]) {
+// TM rows of y, TN columns.
+INLINE void tile_sums(const float* x, const float* w, long steps, float* y, long ld) {
+  static_assert(TN == 3 || TN == 6);
   vf acc[TM][TN];
   for (int m = 0; m < TM; ++m)
     for (int c = 0; c < TN; ++c) acc[m][c] = (vf){};
@@ -336,14 +336,17 @@ INLINE void tile_sums(const float* x, const float* w, long steps, float (*sums)[
       for (int m = 0; m < TM; ++m) acc[m][c] = fma(v, rows[m], acc[m][c]);
     }
   }
-  for (int m = 0; m < TM; ++m)
-    for (int c = 0; c < TN; c += 4) {
-      vf none = {};
-      v4 s = sum4(acc[m][c], c + 1 < TN ? acc[m][c + 1 < TN ? c + 1 : 0] : none,
-                  c + 2 < TN ? acc[m][c + 2 < TN ? c + 2 : 0] : none,
-                  c + 3 < TN ? acc[m][c + 3 < TN ? c + 3 : 0] : none);
-      __builtin_memcpy(&sums[m][c], &s, sizeof s);
+  // The columns in fours, the last ones in a pair where there is one.
+#pragma GCC unroll 8
+  for (int m = 0; m < TM; ++m, y += ld) {
+    vf none = {};
+    v4 s = sum4(acc[m][0], acc[m][1], acc[m][2], TN > 3 ? acc[m][TN > 3 ? 3 : 0] : none);
+    __builtin_memcpy(y, &s, least(TN, 4) * sizeof(float));
+    if constexpr (TN > 4) {
+      s = sum4(acc[m][4], acc[m][5], none, none);
+      __builtin_memcpy(y + 4, &s, 2 * sizeof(float));
     }
+  }
 }
 
 static void matmul_panel(const Weight& w, const MatmulTile& t, const float* packed, float* panel) {
@@ -354,9 +357,15 @@ static void matmul_panel(const Weight& w, const MatmulTile& t, const float* pack
   for (long rows = t.row_begin; rows < t.row_end; rows += block)
     for (long col = t.col_begin; col < t.col_end; col += TN)
       for (long row = rows; row < least(rows + block, t.row_end); row += TM) {
-        float sums[TM][8];
-        tile_sums(packed + row * steps * W, panel + (col - t.col_begin) * steps * W, steps, sums);
+        const float *from = packed + row * steps * W, *weights = panel + (col - t.col_begin) * steps * W;
+        float* y = t.y + row * t.ld + col;
+        if (row + TM <= t.row_end && col + TN <= t.col_end) {
+          tile_sums(from, weights, steps, y, t.ld);
+          continue;
+        }
+        float sums[TM][TN];
+        tile_sums(from, weights, steps, sums[0], TN);
         for (long m = 0; m < least(TM, t.row_end - row); ++m)
-          for (long c = 0; c < least(TN, t.col_end - col); ++c) t.y[(row + m) * t.ld + col + c] = sums[m][c];
+          for (long c = 0; c < least(TN, t.col_end - col); ++c) y[m * t.ld + c] = sums[m][c];
       }
 }
