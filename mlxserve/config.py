@@ -32,6 +32,8 @@ class EngineConfig:
     max_step_tokens  tokens of prefill and decode together in one forward
     memory_limit     bytes for weights and KV together; None: derived from the machine
     kv_pages         a fixed number of KV pages instead of a memory limit (tests)
+
+    Raises UsageError, naming the field, for a value that no engine can run with.
     """
 
     max_running: int = 16
@@ -41,6 +43,18 @@ class EngineConfig:
     memory_limit: int | None = None
     kv_pages: int | None = None
     prefix_cache: bool = True
+
+    def __post_init__(self) -> None:
+        self._check("max_running", self.max_running, 1)
+        self._check("max_waiting", self.max_waiting, 0)
+        self._check("page_size", self.page_size, 1)
+        self._check("max_step_tokens", self.max_step_tokens, 1)
+        self._check("memory_limit", self.memory_limit, 1)
+        self._check("kv_pages", self.kv_pages, 1)
+
+    def _check(self, name: str, value: int | None, minimum: int) -> None:
+        if value is not None and value < minimum:
+            raise UsageError(f"{name} must be at least {minimum}, not {value}")
 
 
 def home_dir() -> Path:

@@ -41,6 +41,8 @@ def run(argv: Sequence[str]) -> int:
         return command.main([*argv] or ["--help"], prog_name="mlxserve", standalone_mode=False) or 0
     except (KeyboardInterrupt, typer.Abort):
         return EXIT_INTERRUPTED
+    except SystemExit as end:  # SIGTERM, see StopSignals
+        return end.code if isinstance(end.code, int) else EXIT_FAILED
     except typer.TyperException as error:
         return _fail(error.format_message(), error.exit_code)
     except MlxserveError as error:

@@ -50,7 +50,7 @@ MemoryLimit = Annotated[
     typer.Option(
         metavar="SIZE",
         parser=parse_size,
-        help="Memory for weights and KV of a model, e.g. 12G.",
+        help="Memory for weights and KV, e.g. 12G; of several models, each has this much.",
         show_default="derived from this machine",
     ),
 ]

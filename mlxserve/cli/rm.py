@@ -28,7 +28,13 @@ def rm_command(
     paths = related_paths(entry)
     if not yes:
         listing = "\n".join(f"  {path}" for path in paths)
-        if not typer.confirm(f"{listing}\nRemove?", err=True):
+        try:
+            is_wanted = typer.confirm(f"{listing}\nRemove?", err=True)
+        except typer.Abort as abort:
+            if isinstance(abort.__context__, EOFError):
+                raise MlxserveError("nothing was removed: there was no answer (--yes does not ask)") from None
+            raise
+        if not is_wanted:
             raise MlxserveError("nothing was removed")
     freed = remove_stored(entry)
     typer.echo(f"removed {model}, {freed / 1e6:.1f} MB")

@@ -16,7 +16,8 @@ class StopSignals:
     """Owns SIGINT and SIGTERM while it is entered (main thread only), and restores them afterwards.
 
     Until ``watch`` is called a signal raises: KeyboardInterrupt for Ctrl-C, SystemExit(0) for SIGTERM.
-    After it, the first signal sets the event and the second ends the process at once.
+    After it, the first signal sets the event and a second Ctrl-C ends the process at once. A second
+    SIGTERM does not: supervisors send it twice (timeout to the process and to its group), in no hurry.
     """
 
     def __init__(self) -> None:
@@ -44,6 +45,8 @@ class StopSignals:
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if self._is_stopping:
+            if signum == signal.SIGTERM:
+                return
             end_process(_FORCED_EXIT)
         if self._loop is None or self._event is None:
             if signum == signal.SIGTERM:

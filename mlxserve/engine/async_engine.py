@@ -114,6 +114,11 @@ class AsyncEngine:
             self._wakeup.notify()
         return stream
 
+    @property
+    def max_requests(self) -> int:
+        """Requests that may be running or waiting at once."""
+        return self._config.max_running + self._config.max_waiting
+
     def stats(self) -> EngineStats:
         """Counts of now; requests on their way to the engine count as waiting."""
         stats = self._stats
@@ -150,7 +155,7 @@ class AsyncEngine:
                 num_prompt_tokens=len(request.prompt_ids),
                 context_length=self.max_sequence_tokens,
             )
-        limit = self._config.max_running + self._config.max_waiting
+        limit = self.max_requests
         if len(self._streams) >= limit:
             raise QueueFullError(
                 f"{len(self._streams)} requests are running or waiting, the limit is {limit}",

@@ -101,12 +101,6 @@ class EngineCore:
         sequence = self._sequences.pop(request_id, None)
         return None if sequence is None else self._scheduler.abort(sequence)
 
-    def abort_all(self, error: MlxserveError | None = None) -> list[TokenOutput]:
-        """End every live request, as aborted or with ``error``."""
-        outputs = [self._scheduler.abort(sequence, error) for sequence in self._sequences.values()]
-        self._sequences.clear()
-        return outputs
-
     def step(self) -> list[TokenOutput]:
         """Launch the next step and read back the one before it.
 

@@ -65,7 +65,11 @@ class _Compiled:
         self.source = source
 
     def render_arranged(self, turns: Sequence[Message], context: Mapping[str, Any]) -> str:
-        """The first arrangement that renders with all system text in it, else the first that renders."""
+        """The first arrangement that renders with all system text in it, else the first that renders of a
+        template that writes system text in its own way (without a switch like /think, say).
+
+        Raises TemplateError when none renders, or when system text would be lost.
+        """
         first_error: Exception | None = None
         incomplete: str | None = None
         for arranged in arrangements(turns):
@@ -78,7 +82,9 @@ class _Compiled:
                 return text
             incomplete = text if incomplete is None else incomplete
         if incomplete is not None:
-            return incomplete
+            if self._rewrites_system_text(turns, context):
+                return incomplete
+            raise TemplateError("the chat template leaves out the text of a system message", param="messages")
         raise TemplateError(_sentence(first_error), param="messages") from None
 
     def _keeps_system_text(
@@ -91,15 +97,24 @@ class _Compiled:
         others = [turn["content"] for turn in turns if turn["role"] != "system"]
         if not any(_may_be_elsewhere(system_text, others) for system_text in system_texts):
             return True
-        probed = [
-            {**turn, "content": f"{_PROBE}{i}."} if turn["role"] == "system" else turn
-            for i, turn in enumerate(arranged)
-        ]
+        probed = _with_probes(arranged)
         try:
             rendered = self._render(probed, context)
         except _RENDER_ERRORS:
             return True  # this template judges system text itself
         return all(turn["content"] in rendered for turn in probed if turn["role"] == "system")
+
+    def _rewrites_system_text(self, turns: Sequence[Message], context: Mapping[str, Any]) -> bool:
+        """Whether other system text does reach the prompt, so that the template has changed this one."""
+        probed = _with_probes(turns)
+        probes = [turn["content"] for turn in probed if turn["role"] == "system"]
+        for arranged in arrangements(probed):
+            try:
+                text = self._render(arranged, context)
+            except _RENDER_ERRORS:
+                continue
+            return all(probe in text for probe in probes)
+        return True  # this template judges system text itself
 
     def _render(self, turns: Sequence[Message], context: Mapping[str, Any]) -> str:
         values = {**self._legacy_variables(context), **context, "messages": list(turns)}
@@ -201,6 +216,13 @@ class ChatTemplate:
             "tools": copy.deepcopy(list(tools)) if tools else None,
             "add_generation_prompt": add_generation_prompt,
         }
+
+
+def _with_probes(turns: Sequence[Message]) -> list[Message]:
+    return [
+        {**turn, "content": f"{_PROBE}{i}."} if turn["role"] == "system" else turn
+        for i, turn in enumerate(turns)
+    ]
 
 
 def _may_be_elsewhere(system_text: str, others: Sequence[str]) -> bool:

@@ -20,8 +20,21 @@ opening.open_scripted = load_for_ever
 sys.exit(run(sys.argv[1:]))
 """
 
+IMPORTING = """
+import sys
+from mlxserve.__main__ import main
+
+class Interrupted:
+    def find_spec(self, name, path=None, target=None):
+        if name == "mlxserve.cli":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupted())
+main()
+"""
+
 STOPPING = """
-import asyncio, sys
+import asyncio, os, signal, sys
 from mlxserve.cli.stopping import StopSignals
 
 async def main(signals):
@@ -29,7 +42,11 @@ async def main(signals):
     print("serving", file=sys.stderr, flush=True)
     await stop.wait()
     print("stopping", file=sys.stderr, flush=True)
-    await asyncio.Event().wait()
+    if len(sys.argv) == 1:
+        await asyncio.Event().wait()
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.sleep(0)
+    print("stopped", file=sys.stderr, flush=True)
 
 with StopSignals() as signals:
     asyncio.run(main(signals))
@@ -64,3 +81,17 @@ def test_a_second_ctrl_c_forces_the_end(start: Starter) -> None:
     process.wait_for("stopping")
     process.signal(signal.SIGINT)
     assert process.end() == 130
+
+
+def test_a_second_sigterm_changes_nothing(start: Starter) -> None:
+    process = start.python(STOPPING, "once more")
+    process.wait_for("serving")
+    process.signal(signal.SIGTERM)
+    assert process.end() == 0
+    assert process.lines[-1] == "stopped"
+
+
+def test_a_ctrl_c_amid_the_first_imports_is_no_traceback(start: Starter) -> None:
+    process = start.python(IMPORTING)
+    assert process.end() == 130
+    assert process.lines == []

@@ -173,7 +173,7 @@ def test_rm_takes_the_import_of_a_file_along(run: Run, gguf: Path, home: Path) -
 
 
 @pytest.mark.parametrize(
-    ("answer", "code", "is_kept"), [("n\n", 1, True), ("\n", 1, True), ("y\n", 0, False)]
+    ("answer", "code", "is_kept"), [("n\n", 1, True), ("\n", 1, True), ("", 1, True), ("y\n", 0, False)]
 )
 def test_rm_asks_and_the_answer_counts(
     run: Run,

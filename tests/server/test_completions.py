@@ -173,8 +173,16 @@ async def test_more_rows_than_run_at_once_wait_and_come(tmp_path: Path) -> None:
     async with serving(scripted(tmp_path, REPLIES, config=config)) as api:
         whole = await api.complete(["One", "Two"] * 8, n=2, max_tokens=2)
         assert [choice["text"] for choice in whole.body["choices"]] == (["1!"] * 2 + ["2?"] * 2) * 8
-        refused = await api.complete(["One"] * 33, max_tokens=2)
-        assert refused.status == 429
-        assert int(refused.headers["Retry-After"]) >= 1
-        assert refused.error["code"] == "queue_full"
         await api.wait_running(0)
+
+
+async def test_more_choices_than_the_server_ever_holds_are_no_429(tmp_path: Path) -> None:
+    """Trying again, as a 429 asks for, could never help."""
+    config = EngineConfig(max_running=1, max_waiting=2)
+    async with serving(scripted(tmp_path, REPLIES, config=config)) as api:
+        many_prompts = await api.complete(["One"] * 4, max_tokens=2)
+        assert (many_prompts.status, many_prompts.error["param"]) == (400, "prompt")
+        for many in (await api.complete("One", n=4), await api.chat("One", n=4)):
+            assert (many.status, many.error["param"]) == (400, "n")
+            assert "at most 3" in many.error["message"]
+        assert len((await api.complete("One", n=3)).body["choices"]) == 3

@@ -149,6 +149,14 @@ async def test_bodies_that_are_no_request(shared_api: Client, path: str, body: b
     assert refused.error["type"] == "invalid_request_error"
 
 
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_body_that_is_not_in_its_encoding(shared_api: Client) -> None:
+    headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
+    refused = await shared_api.request("POST", CHAT, data=b"no gzip", headers=headers)
+    assert refused.status == 400
+    assert "Content-Encoding" in refused.error["message"]
+
+
 async def test_nesting_without_end_is_a_400(tmp_path: Path) -> None:
     deep = (
         '{"model": "m", "messages": [], "chat_template_kwargs": {"a": ' + "[" * 50_000 + "]" * 50_000 + "}}"

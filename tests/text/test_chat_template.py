@@ -78,6 +78,22 @@ def test_dropped_system_text_is_noticed_even_where_other_turns_hold_it() -> None
     assert render(first_only, messages) == "S|A|Be brief? Fine.|Be brief\n\nB"
 
 
+def test_system_text_that_no_arrangement_keeps_is_refused() -> None:
+    last_only = "{{ messages[-1].content }}"
+    messages = [system("Be terse."), user("Snow?"), {"role": "assistant", "content": "White."}, user("Ash?")]
+    with pytest.raises(TemplateError, match="leaves out the text of a system message") as caught:
+        render(last_only, messages)
+    assert caught.value.param == "messages"
+    assert render(last_only, messages[1:]) == "Ash?"
+
+
+def test_a_template_may_take_a_switch_out_of_the_system_text() -> None:
+    switches = (
+        "{% for m in messages %}({{ m.role }}){{ m.content.replace('/terse', '').strip() }}{% endfor %}"
+    )
+    assert render(switches, [system("Be /terse kind."), user("Snow?")]) == "(system)Be  kind.(user)Snow?"
+
+
 def test_two_user_turns_are_joined() -> None:
     assert render(STRICT_TURNS, [user("A list."), user("Sort it.")]) == "(user)A list.\n\nSort it.(assistant)"
 

@@ -61,7 +61,7 @@ def test_text_without_a_call_is_unchanged(text: str) -> None:
     ],
 )
 def test_a_whole_block_that_is_no_call_is_content(body: str) -> None:
-    text = f"a <tool_call>{body}</tool_call> b"
+    text = f"a \n <tool_call>{body}</tool_call> b"
     assert parse(list(text)) == (text, [])
 
 

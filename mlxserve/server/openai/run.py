@@ -12,6 +12,7 @@ import msgspec
 from aiohttp import web
 
 from mlxserve.engine.served_model import ServedModel
+from mlxserve.errors import InvalidRequestError
 from mlxserve.server.errors import error_reply
 from mlxserve.server.generation import ChoiceEvent, End, TextReader, merge, read_choice, submit_all
 from mlxserve.server.keys import PING_S, REGISTRY
@@ -50,7 +51,12 @@ async def translated(
 
     A large body is read, rendered and tokenized on a worker thread: other streams must not wait for it.
     """
-    raw = await request.read()
+    try:
+        raw = await request.read()
+    except web.RequestPayloadError as error:
+        raise InvalidRequestError(
+            "the body cannot be decoded: it does not match its Content-Encoding or Transfer-Encoding"
+        ) from error
 
     def read() -> Job:
         body = decode_body(raw, wire_type)

@@ -106,6 +106,7 @@ def translate_chat(body: ChatRequest, model: ServedModel) -> Job:
     """Render, encode and check a chat request; raises InvalidRequestError."""
     refuse_unsupported(body, NEUTRAL_CHAT_VALUES)
     options = _options(body, model)
+    _check_num_choices(1, options.choices_per_prompt, model)
     tools = checked_tools(body, model)
     prompt = _chat_prompt(body, model, tools)
     asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
@@ -130,11 +131,7 @@ def translate_completion(body: CompletionRequest, model: ServedModel) -> Job:
             f"best_of must equal n ({body.n or 1}) in this version, not {body.best_of}", param="best_of"
         )
     prompts = _completion_prompts(body.prompt, model)
-    num_rows = len(prompts) * options.choices_per_prompt
-    if num_rows > MAX_ROWS:
-        raise InvalidRequestError(
-            f"prompts times n must be at most {MAX_ROWS}, not {num_rows}", param="prompt"
-        )
+    _check_num_choices(len(prompts), options.choices_per_prompt, model)
     asked = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     return Job(
         id=f"cmpl-{uuid.uuid4().hex}",
@@ -145,6 +142,17 @@ def translate_completion(body: CompletionRequest, model: ServedModel) -> Job:
         max_tokens=_limits(model, prompts, asked, "prompt"),
         is_echo=bool(body.echo),
     )
+
+
+def _check_num_choices(num_prompts: int, choices_per_prompt: int, model: ServedModel) -> None:
+    """More than this engine ever holds is no matter of trying again later."""
+    limit = min(MAX_ROWS, model.engine.max_requests)
+    num_choices = num_prompts * choices_per_prompt
+    if num_choices <= limit:
+        return
+    if num_prompts == 1:
+        raise InvalidRequestError(f"n must be at most {limit} on this server, not {num_choices}", param="n")
+    raise InvalidRequestError(f"prompts times n must be at most {limit}, not {num_choices}", param="prompt")
 
 
 def _options(body: GenerationFields, model: ServedModel) -> Options:
