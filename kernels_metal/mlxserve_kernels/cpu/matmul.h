@@ -148,6 +148,45 @@ struct ReadDense {
   }
 };
 
+// With AVX-512 the direct path reads affine 4-bit values in another order of lanes, by a shift, which other
+// execution units do than the permutation behind it. Rows of x follow, and sums are put back in order.
+#if defined(MLXSERVE_AVX512)
+template <class R>
+constexpr bool is_shuffled = false;
+template <Format S>
+constexpr bool is_shuffled<ReadAffine4<S>> = true;
+
+// Lane 2 j + b has value 8 b + j.
+template <class R>
+INLINE vf shuffle(vf x) {
+  if constexpr (!is_shuffled<R>) return x;
+  return _mm512_permutexvar_ps(_mm512_set_epi32(15, 7, 14, 6, 13, 5, 12, 4, 11, 3, 10, 2, 9, 1, 8, 0), x);
+}
+template <class R>
+INLINE vf unshuffle(vf x) {
+  if constexpr (!is_shuffled<R>) return x;
+  return _mm512_permutexvar_ps(_mm512_set_epi32(15, 13, 11, 9, 7, 5, 3, 1, 14, 12, 10, 8, 6, 4, 2, 0), x);
+}
+template <class R>
+INLINE vf shuffled(const R& reader, long k) {
+  if constexpr (!is_shuffled<R>) {
+    return reader.vector(k);
+  } else {
+    const __m512i shifts = _mm512_set_epi32(28, 28, 24, 24, 20, 20, 16, 16, 12, 12, 8, 8, 4, 4, 0, 0);
+    long long both;
+    __builtin_memcpy(&both, reader.words + (unsigned long)k / 8, 8);
+    return _mm512_permutexvar_ps(_mm512_srlv_epi32(_mm512_set1_epi64(both), shifts), reader.table);
+  }
+}
+#else
+template <class R>
+INLINE vf shuffle(vf x) { return x; }
+template <class R>
+INLINE vf unshuffle(vf x) { return x; }
+template <class R>
+INLINE vf shuffled(const R& reader, long k) { return reader.vector(k); }
+#endif
+
 template <class R>
 constexpr bool is_dense = false;
 template <Format F>
@@ -178,15 +217,17 @@ static void direct_block(const Weight& w, const MatmulTile& t, long col) {
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m) acc[m][c] = (vf){};
   }
-  auto add = [&](long k, auto&& read) INLINE_LAMBDA {
+  auto add = [&](long k) INLINE_LAMBDA {
+    vf rows[M];
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) rows[m] = shuffle<R>(load(x + m * size + k));
 #pragma GCC unroll 8
     for (int c = 0; c < C; ++c) {
-      vf v = read(readers[c], k);
+      vf v = shuffled(readers[c], k);
 #pragma GCC unroll 8
-      for (int m = 0; m < M; ++m) acc[m][c] = fma(v, load(x + m * size + k), acc[m][c]);
+      for (int m = 0; m < M; ++m) acc[m][c] = fma(v, rows[m], acc[m][c]);
     }
   };
-  auto whole = [](const R& reader, long k) INLINE_LAMBDA { return reader.vector(k); };
   for_chunks(
       w,
       [&](long g, long count) INLINE_LAMBDA {
@@ -198,10 +239,10 @@ static void direct_block(const Weight& w, const MatmulTile& t, long col) {
 #pragma GCC unroll 8
         for (int c = 0; c < C; ++c) readers[c].group(group);
 #pragma GCC unroll 8
-        for (int i = 0; i < CHUNK / W; ++i) add(k + i * W, whole);
+        for (int i = 0; i < CHUNK / W; ++i) add(k + i * W);
       });
   if constexpr (is_dense<R>) {
-    for (long k = size / CHUNK * CHUNK; k + W <= size; k += W) add(k, whole);
+    for (long k = size / CHUNK * CHUNK; k + W <= size; k += W) add(k);
     long k = size / W * W, count = size - k;
     if (count)
       for (int c = 0; c < C; ++c)
@@ -210,9 +251,14 @@ static void direct_block(const Weight& w, const MatmulTile& t, long col) {
   }
   for (int m = 0; m < M; ++m) {
     float* y = t.y + (t.row_begin + m) * t.ld + col;
-    if constexpr (C == 4) {
-      v4 s = sum4(acc[m][0], acc[m][1], acc[m][2], acc[m][3]);
-      __builtin_memcpy(y, &s, sizeof s);
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) acc[m][c] = unshuffle<R>(acc[m][c]);
+    if constexpr (C % 4 == 0) {
+#pragma GCC unroll 8
+      for (int c = 0; c < C; c += 4) {
+        v4 s = sum4(acc[m][c], acc[m][c + 1], acc[m][c + 2], acc[m][c + 3]);
+        __builtin_memcpy(y + c, &s, sizeof s);
+      }
     } else {
       for (int c = 0; c < C; ++c) y[c] = sum(acc[m][c]);
     }
@@ -221,7 +267,7 @@ static void direct_block(const Weight& w, const MatmulTile& t, long col) {
 
 template <class R, int M>
 static void direct_rows(const Weight& w, const MatmulTile& t) {
-  constexpr int C = M <= (W == 16 ? 4 : 2) ? 4 : 2;
+  constexpr int C = W == 16 && M == 1 ? 8 : M <= (W == 16 ? 4 : 2) ? 4 : 2;
   long col = t.col_begin;
   for (; col + C <= t.col_end; col += C) direct_block<R, M, C>(w, t, col);
   for (; col < t.col_end; ++col) direct_block<R, M, 1>(w, t, col);
