@@ -43,7 +43,7 @@ class Team {
 
   static void wait(const Counter& counter, long units) {
     for (int spins = 0; counter.done.load(std::memory_order_acquire) < units; ++spins) {
-      if (spins < 4096) {
+      if (spins < 512) {
 #if defined(__x86_64__)
         __builtin_ia32_pause();
 #elif defined(__aarch64__)
