@@ -91,6 +91,51 @@ def linear(x: mx.array, w: mx.array) -> mx.array:
     return y
 
 
+def embed_rows(
+    ids: mx.array,
+    w: mx.array,
+    scales: mx.array | None = None,
+    biases: mx.array | None = None,
+    *,
+    group_size: int = 0,
+    bits: int = 0,
+) -> mx.array:
+    """Rows ``ids`` of a table, float32 [..., K]: dense w [N, K], or affine as in ``quantized_matmul``.
+
+    ids int32 of any shape, from -N (negative ones count from the end, as mlx has it) to N - 1.
+
+    >>> embed_rows(mx.array([[1]], dtype=mx.int32), mx.array([[1.0], [2.0]], dtype=mx.float16)).tolist()
+    [[[2.0]]]
+    """
+    cpu = extension()
+    is_dense = scales is None and w.dtype in _FLOATS
+    is_affine = (
+        scales is not None
+        and biases is not None
+        and bits in (4, 8)
+        and group_size in (32, 64, 128)
+        and scales.dtype in _FLOATS
+        and scales.dtype == biases.dtype
+    )
+    if cpu is None or ids.dtype != mx.int32 or w.ndim != 2 or not (is_dense or is_affine):
+        return reference.embed_rows(ids, w, scales, biases, group_size=group_size, bits=bits)
+    rows: mx.array = cpu.embed_rows(ids, w, scales, biases, group_size, bits)
+    return rows
+
+
+def greedy_tokens(logits: mx.array) -> mx.array:
+    """The lowest of the best ids of each row, -1 where a row has a NaN: logits [R, V], returns int32 [R].
+
+    >>> greedy_tokens(mx.array([[0.0, 2.0, 2.0], [1.0, float("nan"), 0.0]])).tolist()
+    [1, -1]
+    """
+    cpu = extension()
+    if cpu is None or logits.dtype != mx.float32:
+        return reference.greedy_tokens(logits)
+    tokens: mx.array = cpu.greedy_tokens(logits)
+    return tokens
+
+
 def rms_norm(x: mx.array, weight: mx.array | None, eps: float) -> mx.array:
     """``x / sqrt(mean(x ** 2) + eps) * weight`` over the last axis: x [..., K], weight [K] or None (ones).
 

@@ -25,6 +25,31 @@ def linear(x: mx.array, w: mx.array) -> mx.array:
     return x @ w.astype(x.dtype).T
 
 
+def embed_rows(
+    ids: mx.array,
+    w: mx.array,
+    scales: mx.array | None = None,
+    biases: mx.array | None = None,
+    *,
+    group_size: int = 0,
+    bits: int = 0,
+) -> mx.array:
+    if scales is None or biases is None:
+        return w[ids].astype(mx.float32)
+    return mx.dequantize(
+        w[ids],
+        scales[ids].astype(mx.float32),
+        biases[ids].astype(mx.float32),
+        group_size=group_size,
+        bits=bits,
+    )
+
+
+def greedy_tokens(logits: mx.array) -> mx.array:
+    is_broken = mx.any(mx.isnan(logits), axis=-1)
+    return mx.where(is_broken, -1, mx.argmax(logits, axis=-1).astype(mx.int32))
+
+
 def rms_norm(x: mx.array, weight: mx.array | None, eps: float) -> mx.array:
     return mx.fast.rms_norm(x, None if weight is None else weight.astype(x.dtype), eps)
 

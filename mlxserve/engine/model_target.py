@@ -8,7 +8,7 @@ from mlxserve.engine.scheduler import ScheduledBatch
 from mlxserve.engine.sequence import Sequence
 from mlxserve.engine.target import StepInputs
 from mlxserve.models.loader import LoadedModel
-from mlxserve.models.paged import LayerPages, PagedCaches, PagedLayerCache, PagedMetadata
+from mlxserve.models.paged import LayerPages, PagedCaches, PagedMetadata
 from mlxserve.types import GenerationRequest
 from mlxserve_kernels import ops
 
@@ -42,7 +42,7 @@ class ModelTarget:
         )
         # A chunk that samples nothing still sends one row to the end, to tell when it is done.
         rows = inputs.sampled_rows if batch.num_sampled else mx.array([0], dtype=mx.int32)
-        caches = PagedCaches([PagedLayerCache(layer, metadata) for layer in self._layers], rows)
+        caches = PagedCaches(self._layers, metadata, rows)
         logits = self._model.forward(inputs.token_ids, caches)
         return logits if batch.num_sampled else logits[0, :1]
 

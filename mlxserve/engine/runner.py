@@ -61,37 +61,42 @@ def independent_groups(copies: Iterable[tuple[int, int]]) -> list[tuple[tuple[in
 
 def step_inputs(batch: ScheduledBatch, page_size: int, previous: mx.array | None) -> StepInputs:
     """The arrays of a batch; ``previous`` holds the samples that pending inputs refer to."""
-    lengths = [row.num_tokens for row in batch.rows]
-    q_starts = np.cumsum([0, *lengths], dtype=np.int32)
-    positions = np.concatenate([np.arange(row.start, row.start + row.num_tokens) for row in batch.rows])
-    width = max(len(row.pages) for row in batch.rows)
-    block_tables = np.zeros((len(batch.rows), width), dtype=np.int32)
-    for index, row in enumerate(batch.rows):
-        block_tables[index, : len(row.pages)] = row.pages
-    owner = np.repeat(np.arange(len(batch.rows)), lengths)
-    slots = block_tables[owner, positions // page_size] * page_size + positions % page_size
-    sampled = np.concatenate(
-        [
-            np.arange(end - row.num_sampled, end)
-            for row, end in zip(batch.rows, q_starts[1:].tolist(), strict=True)
-        ]
-    )
+    # Plain ints: a step has few rows as a rule, and each numpy call costs as much as dozens of them.
+    q_starts, kv_lens = [0], []
+    positions: list[int] = []
+    slots: list[int] = []
+    sampled: list[int] = []
+    for row in batch.rows:
+        end, pages = row.start + row.num_tokens, row.pages
+        positions.extend(range(row.start, end))
+        slots.extend(pages[at // page_size] * page_size + at % page_size for at in range(row.start, end))
+        q_starts.append(len(positions))
+        kv_lens.append(end)
+        sampled.extend(range(len(positions) - row.num_sampled, len(positions)))
     return StepInputs(
         token_ids=_token_ids(batch, q_starts, previous),
-        positions=mx.array(positions.astype(np.int32)),
-        slot_mapping=mx.array(slots.astype(np.int32)),
-        block_tables=mx.array(block_tables),
-        q_starts=mx.array(q_starts),
-        kv_lens=mx.array(np.array([row.start + row.num_tokens for row in batch.rows], dtype=np.int32)),
-        sampled_rows=mx.array(sampled.astype(np.int32)),
+        positions=mx.array(positions, dtype=mx.int32),
+        slot_mapping=mx.array(slots, dtype=mx.int32),
+        block_tables=mx.array(_block_tables(batch)),
+        q_starts=mx.array(q_starts, dtype=mx.int32),
+        kv_lens=mx.array(kv_lens, dtype=mx.int32),
+        sampled_rows=mx.array(sampled, dtype=mx.int32),
     )
 
 
-def _token_ids(batch: ScheduledBatch, q_starts: npt.NDArray[np.int32], previous: mx.array | None) -> mx.array:
-    known = mx.array(np.array([token for row in batch.rows for token in row.token_ids], dtype=np.int32))
+def _block_tables(batch: ScheduledBatch) -> npt.NDArray[np.int32]:
+    width = max(len(row.pages) for row in batch.rows)
+    tables = np.zeros((len(batch.rows), width), dtype=np.int32)
+    for index, row in enumerate(batch.rows):
+        tables[index, : len(row.pages)] = row.pages
+    return tables
+
+
+def _token_ids(batch: ScheduledBatch, q_starts: list[int], previous: mx.array | None) -> mx.array:
+    known = mx.array([token for row in batch.rows for token in row.token_ids], dtype=mx.int32)
     pending = [
         (start, row.pending_slot)
-        for row, start in zip(batch.rows, q_starts.tolist(), strict=False)
+        for row, start in zip(batch.rows, q_starts, strict=False)
         if row.pending_slot is not None
     ]
     if not pending:
@@ -99,7 +104,7 @@ def _token_ids(batch: ScheduledBatch, q_starts: npt.NDArray[np.int32], previous:
     assert previous is not None, "a pending input without a step in flight"
     places, slots = zip(*pending, strict=True)
     if len(pending) == known.size:
-        return previous[mx.array(slots)]
+        return previous if slots == tuple(range(previous.size)) else previous[mx.array(slots)]
     known[mx.array(places)] = previous[mx.array(slots)]
     return known
 

@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxserve.types import SamplingParams
+from mlxserve_kernels import ops
 
 _MASK64 = (1 << 64) - 1
 
@@ -40,14 +41,14 @@ def sample(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
     keyed by seed and index). Greedy rows take the lowest of the best ids.
     """
     logits = _add_bias(logits.astype(mx.float32), rows)
+    if all(row.is_greedy for row in rows):
+        return ops.greedy_tokens(logits)
     is_broken = mx.any(mx.isnan(logits), axis=-1)
     groups = (
         [i for i, row in enumerate(rows) if row.is_greedy],
         [i for i, row in enumerate(rows) if not row.is_greedy and not row.needs_sort],
         [i for i, row in enumerate(rows) if not row.is_greedy and row.needs_sort],
     )
-    if len(groups[0]) == len(rows):
-        return mx.where(is_broken, -1, mx.argmax(logits, axis=-1).astype(mx.int32))
     picked, order = [], []
     for indices, pick in zip(groups, (_greedy, _draw_unsorted, _draw_sorted), strict=True):
         if indices:

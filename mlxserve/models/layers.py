@@ -31,6 +31,8 @@ class KernelEmbedding(nn.Embedding):
     activation_dtype: mx.Dtype
 
     def __call__(self, x: mx.array) -> mx.array:
+        if self.activation_dtype == mx.float32:
+            return ops.embed_rows(x, self["weight"])
         return self["weight"][x].astype(self.activation_dtype)
 
     def as_linear(self, x: mx.array) -> mx.array:
@@ -45,6 +47,15 @@ class KernelQuantizedEmbedding(nn.QuantizedEmbedding):
     def __call__(self, x: mx.array) -> mx.array:
         biases = self.get("biases")
         is_affine = biases is not None
+        if is_affine and self.activation_dtype == mx.float32:
+            return ops.embed_rows(
+                x,
+                self["weight"],
+                self["scales"],
+                biases,
+                group_size=self.group_size,
+                bits=self.bits,
+            )
         scales = self["scales"][x]
         return mx.dequantize(
             self["weight"][x],

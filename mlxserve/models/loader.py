@@ -6,8 +6,9 @@ Everything here runs on the engine thread: lazy arrays belong to the thread that
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +19,20 @@ from mlx.utils import tree_flatten
 from mlxserve.errors import MlxserveError, ModelLoadError, UnsupportedModelError
 from mlxserve.json_file import read_json_object
 from mlxserve.models.architectures import config_fields
+from mlxserve.models.fused import fuse_blocks, unfuse_blocks
 from mlxserve.models.layers import use_kernels
 from mlxserve.models.paged import (
     LayerPages,
     LayerSpec,
     PagedCaches,
-    PagedLayerCache,
     PagedMetadata,
     bind_attention,
     select_rows_before_head,
 )
 from mlxserve.models.rope_config import settle_rope
 from mlxserve.models.safetensors_file import read_tensors
+
+logger = logging.getLogger(__name__)
 
 _PROBE_LENGTH = 6
 _PROBE_CHUNKS = (4, 1, 1)
@@ -46,6 +49,7 @@ class LoadedModel:
     layers: tuple[LayerSpec, ...]
     vocab_size: int
     weight_bytes: int
+    num_fused_layers: int
 
     def forward(self, token_ids: mx.array, caches: PagedCaches) -> mx.array:
         """Logits [R, V] of the sampled rows of a flat batch of T tokens."""
@@ -75,8 +79,8 @@ def context_length(config: dict[str, Any]) -> int | None:
     return None
 
 
-def load_model(folder: Path) -> LoadedModel:
-    """Load, put on our kernels, evaluate and check a model.
+def load_model(folder: Path, *, fuse: bool = True) -> LoadedModel:
+    """Load, put on our kernels, evaluate and check a model. Without ``fuse``, its blocks stay mlx-lm's.
 
     Raises ModelLoadError for a damaged folder and UnsupportedModelError, with the model_type, for an
     architecture that our paged path does not compute right.
@@ -95,8 +99,17 @@ def load_model(folder: Path) -> LoadedModel:
         bind_attention(module)
         select_rows_before_head(module)
         weight_bytes = sum(array.nbytes for _, array in tree_flatten(module.parameters()))
-        loaded = LoadedModel(module, config, layers, expected.shape[-1], weight_bytes)
-        _check_paged(loaded, expected)
+        num_fused = fuse_blocks(module, layers) if fuse else 0
+        loaded = LoadedModel(module, config, layers, expected.shape[-1], weight_bytes, num_fused)
+        try:
+            _check_paged(loaded, expected)
+        except UnsupportedModelError as error:
+            if not num_fused:
+                raise
+            logger.warning("model_type %r runs unfused: %s", model_type, error)
+            unfuse_blocks(module)
+            loaded = replace(loaded, num_fused_layers=0)
+            _check_paged(loaded, expected)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"model_type {model_type!r} is not served yet: {error}") from None
     return loaded
@@ -253,7 +266,7 @@ def _probe_paged(
             q_starts=mx.array([0, length], dtype=mx.int32),
             kv_lens=mx.array([start + length], dtype=mx.int32),
         )
-        caches = PagedCaches([PagedLayerCache(layer, metadata) for layer in pages], mx.arange(length))
+        caches = PagedCaches(pages, metadata, mx.arange(length))
         results.append(model.forward(tokens[start : start + length], caches))
         start += length
         mx.eval(results)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,10 +91,11 @@ class PagedMask:
 
 
 class PagedLayerCache:
-    """Looks like an mlx-lm cache to one layer in one forward."""
+    """Looks like an mlx-lm cache to one layer in one forward: the one at ``index`` of ``layers``."""
 
-    def __init__(self, pages: LayerPages, metadata: PagedMetadata) -> None:
-        self.pages = pages
+    def __init__(self, layers: Sequence[LayerPages], index: int, metadata: PagedMetadata) -> None:
+        self.layers = layers
+        self.pages = layers[index]
         self.metadata = metadata
         self.offset = metadata.positions
 
@@ -120,8 +121,8 @@ class PagedLayerCache:
 class PagedCaches(list[PagedLayerCache]):
     """The caches of all layers, and which rows go on to the output head."""
 
-    def __init__(self, caches: list[PagedLayerCache], sampled_rows: mx.array) -> None:
-        super().__init__(caches)
+    def __init__(self, layers: Sequence[LayerPages], metadata: PagedMetadata, sampled_rows: mx.array) -> None:
+        super().__init__(PagedLayerCache(layers, index, metadata) for index in range(len(layers)))
         self.sampled_rows = sampled_rows
 
 

@@ -1,9 +1,12 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include "decoder.h"
 #include "isa.h"
 #include "mlx/compile_impl.h"
 #include "ops.h"
@@ -11,6 +14,60 @@
 
 namespace nb = nanobind;
 using namespace nb::literals;
+
+namespace {
+
+using mlxserve::Activation;
+using mlxserve::DecoderLayer;
+using mlxserve::DecoderStack;
+using mlxserve::Matrix;
+using mlxserve::Norm;
+using mlxserve::Rope;
+using Optional = std::optional<mlxserve::mx::array>;
+
+void bind_decoder(nb::module_& m) {
+  nb::class_<Matrix>(m, "Matrix")
+      .def(nb::init<const mlxserve::mx::array&, const Optional&, const Optional&, int, int, const Optional&>(), "w"_a,
+           "scales"_a.none(), "biases"_a.none(), "group_size"_a, "bits"_a, "bias"_a.none())
+      .def("rows", &Matrix::rows, "begin"_a, "end"_a);
+  nb::class_<Norm>(m, "Norm").def(nb::init<const mlxserve::mx::array&, float>(), "weight"_a, "eps"_a);
+  nb::class_<Rope>(m, "Rope").def(nb::init<const mlxserve::mx::array&, float, float, bool>(),
+                                  "inverse_frequencies"_a, "position_scale"_a, "input_scale"_a, "is_interleaved"_a);
+  nb::enum_<Activation>(m, "Activation")
+      .value("silu", Activation::silu)
+      .value("gelu_tanh", Activation::gelu_tanh);
+  nb::class_<DecoderLayer>(m, "DecoderLayer")
+      .def(nb::init<>())
+      .def_rw("heads", &DecoderLayer::heads)
+      .def_rw("kv_heads", &DecoderLayer::kv_heads)
+      .def_rw("dim", &DecoderLayer::dim)
+      .def_rw("value_dim", &DecoderLayer::value_dim)
+      .def_rw("scale", &DecoderLayer::scale)
+      .def_rw("window", &DecoderLayer::window)
+      .def_rw("softcap", &DecoderLayer::softcap)
+      .def_rw("residual_multiplier", &DecoderLayer::residual_multiplier)
+      .def_rw("activation", &DecoderLayer::activation)
+      .def_rw("q", &DecoderLayer::q)
+      .def_rw("k", &DecoderLayer::k)
+      .def_rw("v", &DecoderLayer::v)
+      .def_rw("o", &DecoderLayer::o)
+      .def_rw("gate", &DecoderLayer::gate)
+      .def_rw("up", &DecoderLayer::up)
+      .def_rw("down", &DecoderLayer::down)
+      .def_rw("attention_norm", &DecoderLayer::attention_norm)
+      .def_rw("q_norm", &DecoderLayer::q_norm)
+      .def_rw("k_norm", &DecoderLayer::k_norm)
+      .def_rw("post_attention_norm", &DecoderLayer::post_attention_norm)
+      .def_rw("mlp_norm", &DecoderLayer::mlp_norm)
+      .def_rw("post_mlp_norm", &DecoderLayer::post_mlp_norm)
+      .def_rw("rope", &DecoderLayer::rope)
+      .def_rw("sinks", &DecoderLayer::sinks);
+  nb::class_<DecoderStack>(m, "DecoderStack").def(nb::init<std::vector<DecoderLayer>>(), "layers"_a);
+  m.def("decoder_stack", &mlxserve::decoder_stack, "stack"_a, "hidden"_a, "positions"_a, "slot_mapping"_a,
+        "block_tables"_a, "q_starts"_a, "kv_lens"_a, "k_pools"_a, "v_pools"_a);
+}
+
+}  // namespace
 
 NB_MODULE(_cpu, m) {
   m.doc() = "The CPU kernels. Use them through mlxserve_kernels.ops, which documents them.";
@@ -30,10 +87,14 @@ NB_MODULE(_cpu, m) {
   m.def("quantized_matmul", &mlxserve::quantized_matmul, "x"_a, "w"_a, "scales"_a, "biases"_a, "group_size"_a,
         "bits"_a);
   m.def("linear", &mlxserve::linear, "x"_a, "w"_a);
+  m.def("embed_rows", &mlxserve::embed_rows, "ids"_a, "w"_a, "scales"_a.none(), "biases"_a.none(), "group_size"_a,
+        "bits"_a);
+  m.def("greedy_tokens", &mlxserve::greedy_tokens, "logits"_a);
   m.def("rms_norm", &mlxserve::rms_norm, "x"_a, "weight"_a.none(), "eps"_a);
   m.def("silu_mul", &mlxserve::silu_mul, "gate"_a, "up"_a);
   m.def("write_pages", &mlxserve::write_pages, "k_pool"_a, "v_pool"_a, "k"_a, "v"_a, "slot_mapping"_a);
   m.def("copy_pages", &mlxserve::copy_pages, "k_pool"_a, "v_pool"_a, "source_ids"_a, "target_ids"_a);
   m.def("paged_attention", &mlxserve::paged_attention, "q"_a, "k_pool"_a, "v_pool"_a, "block_tables"_a, "q_starts"_a,
         "kv_lens"_a, "scale"_a, "window"_a, "softcap"_a, "sinks"_a.none());
+  bind_decoder(m);
 }

@@ -50,8 +50,10 @@ struct AttentionItem {
   long first_position;
 };
 
-constexpr long kSplit = 512;  // keys, in absolute positions, that one partial result covers
-constexpr long kMaxDirectRows = 6;
+enum class Activation { silu, gelu_tanh };
+
+constexpr long kSplit = 128;  // keys, in absolute positions, that one partial result covers
+constexpr long kMaxDirectRows = 4;
 
 // What one instruction set offers. No function throws or allocates; scratch is given by the caller.
 struct Kernels {
@@ -66,8 +68,20 @@ struct Kernels {
   std::size_t (*panel_floats)(long k);
   void (*matmul_panel)(const Weight&, const MatmulTile&, const float* packed, float* panel);
 
+  // Row n of a weight, dequantized.
+  void (*read_row)(const Weight&, long n, float* to);
+
+  // The first index of the largest value; -1 where a value is NaN.
+  long (*argmax)(const float* x, long n);
   void (*rms_norm)(const float* x, const void* weight, Format format, float eps, long rows, long k, float* y);
   void (*silu_mul)(const float* gate, const float* up, float* y, long begin, long end);
+  // gate[i] = f(gate[i]) * up[i]
+  void (*activate)(Activation f, float* gate, const float* up, long n);
+  // y[i] += x[i] * factor
+  void (*add_scaled)(float* y, const float* x, float factor, long n);
+  // Rotates the first 2 * half values of each head in place; angles are half cosines, then half sines.
+  // Pairs are (i, i + half), or (2 i, 2 i + 1) where is_interleaved; values are scaled by `factor` before.
+  void (*rotate)(float* x, long heads, long dim, const float* angles, long half, bool is_interleaved, float factor);
 
   std::size_t (*attention_scratch_floats)(const Attention&, long max_rows);
   std::size_t (*partial_floats)(const Attention&, long rows);

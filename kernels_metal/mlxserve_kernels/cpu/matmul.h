@@ -7,31 +7,41 @@
 // CHUNK values are of one group whatever the group's size.
 constexpr long CHUNK = 32;
 
-template <Format F>
+constexpr long kScales = 16;  // groups whose scales are widened together
+
+template <Format S>
 struct ReadScales {
-  static constexpr long SIZE = F == Format::float32 ? 4 : 2;
   const char *scales, *biases;
+  float wide[2][kScales];
+  static constexpr long kSize = S == Format::float32 ? 4 : 2;
 
   INLINE_MEMBER void open(const Weight& w, long n) {
-    long offset = n * (w.k / w.group) * SIZE;
+    long offset = n * (w.k / w.group) * kSize;
     scales = (const char*)w.scales + offset;
     biases = (const char*)w.biases + offset;
   }
-  // Rows are often too short for the hardware to foresee the next ones: `ahead` rows on, a share of the
-  // `count` rows there for each chunk.
-  INLINE_MEMBER void prefetch(const Weight& w, long chunk, long ahead, long count) const {
-    long at = (ahead * (w.k / w.group) + (chunk * CHUNK / w.group) * count) * SIZE;
-    __builtin_prefetch(scales + at);
-    __builtin_prefetch(biases + at);
+  // The scales of `count` rows, `ahead` rows on, from group g.
+  INLINE_MEMBER void prefetch(const Weight& w, long g, long ahead, long count) const {
+    const long row = (w.k / w.group) * kSize, at = ahead * row + g * count * kSize;
+    for (long i = 0; i < least(count * row - g * count * kSize, kScales * count * kSize); i += 64) {
+      __builtin_prefetch(scales + at + i);
+      __builtin_prefetch(biases + at + i);
+    }
   }
-  INLINE_MEMBER vf scale(long g) const { return splat_scalar<F>(scales, g); }
-  INLINE_MEMBER vf bias(long g) const { return splat_scalar<F>(biases, g); }
+  // Call it for every kScales-th group before its values are read; `count` groups follow in the row.
+  INLINE_MEMBER void widen(long g, long count) {
+    widen_first<S>(scales + g * kSize, least(count, kScales), wide[0]);
+    widen_first<S>(biases + g * kSize, least(count, kScales), wide[1]);
+  }
+  // Group i of those that were widened last.
+  INLINE_MEMBER vf scale(unsigned i) const { return splat(wide[0][i]); }
+  INLINE_MEMBER vf bias(unsigned i) const { return splat(wide[1][i]); }
 };
 
-template <Format F>
+template <Format S>
 struct ReadAffine4 {
   const uint32_t* words;
-  ReadScales<F> scales;
+  ReadScales<S> scales;
 #if defined(MLXSERVE_AVX512)
   vf table;
 #elif defined(MLXSERVE_AVX2)
@@ -44,19 +54,24 @@ struct ReadAffine4 {
     words = (const uint32_t*)w.data + n * (w.k / 8);
     scales.open(w, n);
   }
-  INLINE_MEMBER void prefetch(const Weight& w, long chunk, long ahead, long count) const {
-    const char* at = (const char*)words + ahead * (w.k / 2) + chunk * 16 * count;
-    for (long i = 0; i < 16 * count; i += 64) __builtin_prefetch(at + i);
-    scales.prefetch(w, chunk, ahead, count);
+  // Rows are often too short for the hardware to foresee the next ones: of `count` rows, `ahead` rows on, the
+  // share of the chunk at k.
+  INLINE_MEMBER void prefetch(const Weight& w, long k, long ahead, long count) const {
+    const char* at = (const char*)words + ahead * (w.k / 2) + k / 2 * count;
+    for (long i = 0; i < CHUNK / 2 * count; i += 64) __builtin_prefetch(at + i);
   }
-  INLINE_MEMBER void group(long g) {
-    vf s = scales.scale(g), b = scales.bias(g);
+  INLINE_MEMBER void widen(long g, long count) { scales.widen(g, count); }
+  INLINE_MEMBER void prefetch_scales(const Weight& w, long g, long ahead, long count) const {
+    scales.prefetch(w, g, ahead, count);
+  }
+  INLINE_MEMBER void group(unsigned i) {
 #if defined(MLXSERVE_AVX512)
-    table = s * (vf){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + b;
+    table = scales.scale(i) * (vf){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + scales.bias(i);
 #elif defined(MLXSERVE_AVX2)
-    scale = s, bias = b;
+    scale = scales.scale(i), bias = scales.bias(i);
 #else
-    for (int i = 0; i < 16; ++i) table[i] = s[0] * (float)i + b[0];
+    vf s = scales.scale(i), b = scales.bias(i);
+    for (int q = 0; q < 16; q += W) store(table + q, s * ((vf){0, 1, 2, 3} + (float)q) + b);
 #endif
   }
   INLINE_MEMBER vf vector(long k) const {
@@ -78,22 +93,25 @@ struct ReadAffine4 {
   }
 };
 
-template <Format F>
+template <Format S>
 struct ReadAffine8 {
   const uint8_t* bytes;
-  ReadScales<F> scales;
+  ReadScales<S> scales;
   vf scale, bias;
 
   INLINE_MEMBER void open(const Weight& w, long n) {
     bytes = (const uint8_t*)w.data + n * w.k;
     scales.open(w, n);
   }
-  INLINE_MEMBER void prefetch(const Weight& w, long chunk, long ahead, long count) const {
-    const char* at = (const char*)bytes + ahead * w.k + chunk * 32 * count;
-    for (long i = 0; i < 32 * count; i += 64) __builtin_prefetch(at + i);
-    scales.prefetch(w, chunk, ahead, count);
+  INLINE_MEMBER void prefetch(const Weight& w, long k, long ahead, long count) const {
+    const char* at = (const char*)bytes + ahead * w.k + k * count;
+    for (long i = 0; i < CHUNK * count; i += 64) __builtin_prefetch(at + i);
   }
-  INLINE_MEMBER void group(long g) { scale = scales.scale(g), bias = scales.bias(g); }
+  INLINE_MEMBER void widen(long g, long count) { scales.widen(g, count); }
+  INLINE_MEMBER void prefetch_scales(const Weight& w, long g, long ahead, long count) const {
+    scales.prefetch(w, g, ahead, count);
+  }
+  INLINE_MEMBER void group(unsigned i) { scale = scales.scale(i), bias = scales.bias(i); }
   INLINE_MEMBER vf vector(long k) const {
 #if defined(MLXSERVE_AVX512)
     vf q = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(bytes + k))));
@@ -113,7 +131,9 @@ struct ReadDense {
   INLINE_MEMBER void open(const Weight& w, long n) {
     row = (const char*)w.data + n * w.k * (F == Format::float32 ? 4 : 2);
   }
-  INLINE_MEMBER void group(long) {}
+  INLINE_MEMBER void widen(long, long) {}
+  INLINE_MEMBER void prefetch_scales(const Weight&, long, long, long) const {}
+  INLINE_MEMBER void group(unsigned) {}
   INLINE_MEMBER void prefetch(const Weight&, long, long, long) const {}
   INLINE_MEMBER vf vector(long k) const {
     if constexpr (F == Format::float32) return load((const float*)row + k);
@@ -128,13 +148,61 @@ struct ReadDense {
   }
 };
 
+// With AVX-512 the direct path reads affine 4-bit values in another order of lanes, by a shift, which other
+// execution units do than the permutation behind it. Rows of x follow, and sums are put back in order.
+#if defined(MLXSERVE_AVX512)
+template <class R>
+constexpr bool is_shuffled = false;
+template <Format S>
+constexpr bool is_shuffled<ReadAffine4<S>> = true;
+
+// Lane 2 j + b has value 8 b + j.
+template <class R>
+INLINE vf shuffle(vf x) {
+  if constexpr (!is_shuffled<R>) return x;
+  return _mm512_permutexvar_ps(_mm512_set_epi32(15, 7, 14, 6, 13, 5, 12, 4, 11, 3, 10, 2, 9, 1, 8, 0), x);
+}
+template <class R>
+INLINE vf unshuffle(vf x) {
+  if constexpr (!is_shuffled<R>) return x;
+  return _mm512_permutexvar_ps(_mm512_set_epi32(15, 13, 11, 9, 7, 5, 3, 1, 14, 12, 10, 8, 6, 4, 2, 0), x);
+}
+template <class R>
+INLINE vf shuffled(const R& reader, long k) {
+  if constexpr (!is_shuffled<R>) {
+    return reader.vector(k);
+  } else {
+    const __m512i shifts = _mm512_set_epi32(28, 28, 24, 24, 20, 20, 16, 16, 12, 12, 8, 8, 4, 4, 0, 0);
+    long long both;
+    __builtin_memcpy(&both, reader.words + (unsigned long)k / 8, 8);
+    return _mm512_permutexvar_ps(_mm512_srlv_epi32(_mm512_set1_epi64(both), shifts), reader.table);
+  }
+}
+#else
+template <class R>
+INLINE vf shuffle(vf x) { return x; }
+template <class R>
+INLINE vf unshuffle(vf x) { return x; }
+template <class R>
+INLINE vf shuffled(const R& reader, long k) { return reader.vector(k); }
+#endif
+
 template <class R>
 constexpr bool is_dense = false;
 template <Format F>
 constexpr bool is_dense<ReadDense<F>> = true;
 
-// The chunks of a group, as a shift.
-INLINE int chunk_shift(const Weight& w) { return w.group == 128 ? 2 : w.group == 64 ? 1 : 0; }
+// Calls enter(first group, groups of the row that follow) and then chunk(k, i) for the chunks of these groups,
+// i being the group of the chunk among them, until all whole chunks of a row are done.
+template <class Enter, class Each>
+INLINE void for_chunks(const Weight& w, Enter&& enter, Each&& chunk) {
+  const int shift = w.group == 128 ? 7 : w.group == 64 ? 6 : 5;
+  const long size = w.k / CHUNK * CHUNK, span = w.group ? kScales << shift : size;
+  for (long begin = 0; begin < size; begin += span) {
+    if (w.group) enter(begin >> shift, (size - begin) >> shift);
+    for (long k = begin; k < least(begin + span, size); k += CHUNK) chunk(k, (unsigned)((k - begin) >> shift));
+  }
+}
 
 // M rows times C columns in registers.
 template <class R, int M, int C>
@@ -143,31 +211,38 @@ static void direct_block(const Weight& w, const MatmulTile& t, long col) {
   vf acc[M][C];
   const float* x = t.x + t.row_begin * w.k;
   const long size = w.k;
-  const int shift = chunk_shift(w);
 #pragma GCC unroll 8
   for (int c = 0; c < C; ++c) {
     readers[c].open(w, col + c);
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m) acc[m][c] = (vf){};
   }
-  auto add = [&](long k, auto&& read) INLINE_LAMBDA {
+  auto add = [&](long k) INLINE_LAMBDA {
+    vf rows[M];
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) rows[m] = shuffle<R>(load(x + m * size + k));
 #pragma GCC unroll 8
     for (int c = 0; c < C; ++c) {
-      vf v = read(readers[c], k);
+      vf v = shuffled(readers[c], k);
 #pragma GCC unroll 8
-      for (int m = 0; m < M; ++m) acc[m][c] = fma(v, load(x + m * size + k), acc[m][c]);
+      for (int m = 0; m < M; ++m) acc[m][c] = fma(v, rows[m], acc[m][c]);
     }
   };
-  auto whole = [](const R& reader, long k) INLINE_LAMBDA { return reader.vector(k); };
-  for (long k = 0; k + CHUNK <= size; k += CHUNK) {
-    readers[0].prefetch(w, k / CHUNK, 2 * C, C);
+  for_chunks(
+      w,
+      [&](long g, long count) INLINE_LAMBDA {
+        readers[0].prefetch_scales(w, g, 2 * C, C);
+        for (int c = 0; c < C; ++c) readers[c].widen(g, count);
+      },
+      [&](long k, unsigned group) INLINE_LAMBDA {
+        readers[0].prefetch(w, k, 2 * C, C);
 #pragma GCC unroll 8
-    for (int c = 0; c < C; ++c) readers[c].group(k / CHUNK >> shift);
+        for (int c = 0; c < C; ++c) readers[c].group(group);
 #pragma GCC unroll 8
-    for (int i = 0; i < CHUNK / W; ++i) add(k + i * W, whole);
-  }
+        for (int i = 0; i < CHUNK / W; ++i) add(k + i * W);
+      });
   if constexpr (is_dense<R>) {
-    for (long k = size / CHUNK * CHUNK; k + W <= size; k += W) add(k, whole);
+    for (long k = size / CHUNK * CHUNK; k + W <= size; k += W) add(k);
     long k = size / W * W, count = size - k;
     if (count)
       for (int c = 0; c < C; ++c)
@@ -176,9 +251,14 @@ static void direct_block(const Weight& w, const MatmulTile& t, long col) {
   }
   for (int m = 0; m < M; ++m) {
     float* y = t.y + (t.row_begin + m) * t.ld + col;
-    if constexpr (C == 4) {
-      v4 s = sum4(acc[m][0], acc[m][1], acc[m][2], acc[m][3]);
-      __builtin_memcpy(y, &s, sizeof s);
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) acc[m][c] = unshuffle<R>(acc[m][c]);
+    if constexpr (C % 4 == 0) {
+#pragma GCC unroll 8
+      for (int c = 0; c < C; c += 4) {
+        v4 s = sum4(acc[m][c], acc[m][c + 1], acc[m][c + 2], acc[m][c + 3]);
+        __builtin_memcpy(y + c, &s, sizeof s);
+      }
     } else {
       for (int c = 0; c < C; ++c) y[c] = sum(acc[m][c]);
     }
@@ -187,7 +267,7 @@ static void direct_block(const Weight& w, const MatmulTile& t, long col) {
 
 template <class R, int M>
 static void direct_rows(const Weight& w, const MatmulTile& t) {
-  constexpr int C = W == 16 || M <= 2 ? 4 : 2;
+  constexpr int C = W == 16 && M == 1 ? 8 : M <= (W == 16 ? 4 : 2) ? 4 : 2;
   long col = t.col_begin;
   for (; col + C <= t.col_end; col += C) direct_block<R, M, C>(w, t, col);
   for (; col < t.col_end; ++col) direct_block<R, M, 1>(w, t, col);
@@ -200,28 +280,44 @@ static void direct(const Weight& w, const MatmulTile& t) {
     case 2: return direct_rows<R, 2>(w, t);
     case 3: return direct_rows<R, 3>(w, t);
     case 4: return direct_rows<R, 4>(w, t);
-    case 5: return direct_rows<R, 5>(w, t);
-    case 6: return direct_rows<R, 6>(w, t);
   }
 }
 
-template <template <Format> class R>
-static void direct_affine(const Weight& w, const MatmulTile& t) {
-  switch (w.scale_format) {
-    case Format::float16: return direct<R<Format::float16>>(w, t);
-    case Format::bfloat16: return direct<R<Format::bfloat16>>(w, t);
-    default: return direct<R<Format::float32>>(w, t);
-  }
+// Calls body.operator()<R>() with the reader of a weight.
+template <template <Format> class R, class Body>
+INLINE void with_reader(Format f, Body&& body) {
+  if (f == Format::float32) return body.template operator()<R<Format::float32>>();
+  if (f == Format::float16) return body.template operator()<R<Format::float16>>();
+  return body.template operator()<R<Format::bfloat16>>();
+}
+
+template <class Body>
+INLINE void with_reader(const Weight& w, Body&& body) {
+  if (w.format == Format::affine4) return with_reader<ReadAffine4>(w.scale_format, body);
+  if (w.format == Format::affine8) return with_reader<ReadAffine8>(w.scale_format, body);
+  with_reader<ReadDense>(w.format, body);
 }
 
 static void matmul_direct(const Weight& w, const MatmulTile& t) {
-  switch (w.format) {
-    case Format::affine4: return direct_affine<ReadAffine4>(w, t);
-    case Format::affine8: return direct_affine<ReadAffine8>(w, t);
-    case Format::float32: return direct<ReadDense<Format::float32>>(w, t);
-    case Format::float16: return direct<ReadDense<Format::float16>>(w, t);
-    case Format::bfloat16: return direct<ReadDense<Format::bfloat16>>(w, t);
-  }
+  with_reader(w, [&]<class R>() { direct<R>(w, t); });
+}
+
+static void read_row(const Weight& w, long n, float* to) {
+  with_reader(w, [&]<class R>() {
+    R reader;
+    reader.open(w, n);
+    for_chunks(
+        w, [&](long g, long count) INLINE_LAMBDA { reader.widen(g, count); },
+        [&](long k, unsigned group) INLINE_LAMBDA {
+          reader.group(group);
+          for (int i = 0; i < CHUNK; i += W) store(to + k + i, reader.vector(k + i));
+        });
+    if constexpr (is_dense<R>) {
+      long k = w.k / CHUNK * CHUNK;
+      for (; k + W <= w.k; k += W) store(to + k, reader.vector(k));
+      if (k < w.k) store_first(to + k, reader.rest(k, w.k - k), w.k - k);
+    }
+  });
 }
 
 // Many rows: tiles of TM rows and TN columns. Packed x is [tile][K / W][TM][W], a panel [tile][K / W][TN][W].
@@ -253,11 +349,12 @@ static void fill_panel(const Weight& w, long begin, long end, float* panel) {
       }
       R reader;
       reader.open(w, tile + c);
-      const int shift = chunk_shift(w);
-      for (long k = 0; k + CHUNK <= w.k; k += CHUNK) {
-        reader.group(k / CHUNK >> shift);
-        for (int i = 0; i < CHUNK; i += W) store(to + (k + i) * TN, reader.vector(k + i));
-      }
+          for_chunks(
+          w, [&](long g, long count) INLINE_LAMBDA { reader.widen(g, count); },
+          [&](long k, unsigned group) INLINE_LAMBDA {
+            reader.group(group);
+            for (int i = 0; i < CHUNK; i += W) store(to + (k + i) * TN, reader.vector(k + i));
+          });
       if constexpr (is_dense<R>)
         for (long k = w.k / CHUNK * CHUNK; k + W <= w.k; k += W) store(to + k * TN, reader.vector(k));
       if constexpr (is_dense<R>)
@@ -265,26 +362,13 @@ static void fill_panel(const Weight& w, long begin, long end, float* panel) {
     }
 }
 
-template <template <Format> class R>
-static void fill_affine(const Weight& w, long begin, long end, float* panel) {
-  switch (w.scale_format) {
-    case Format::float16: return fill_panel<R<Format::float16>>(w, begin, end, panel);
-    case Format::bfloat16: return fill_panel<R<Format::bfloat16>>(w, begin, end, panel);
-    default: return fill_panel<R<Format::float32>>(w, begin, end, panel);
-  }
-}
-
 static void fill_any(const Weight& w, long begin, long end, float* panel) {
-  switch (w.format) {
-    case Format::affine4: return fill_affine<ReadAffine4>(w, begin, end, panel);
-    case Format::affine8: return fill_affine<ReadAffine8>(w, begin, end, panel);
-    case Format::float32: return fill_panel<ReadDense<Format::float32>>(w, begin, end, panel);
-    case Format::float16: return fill_panel<ReadDense<Format::float16>>(w, begin, end, panel);
-    case Format::bfloat16: return fill_panel<ReadDense<Format::bfloat16>>(w, begin, end, panel);
-  }
+  with_reader(w, [&]<class R>() { fill_panel<R>(w, begin, end, panel); });
 }
 
-INLINE void tile_sums(const float* x, const float* w, long steps, float (*sums)[8]) {
+// TM rows of y, TN columns.
+INLINE void tile_sums(const float* x, const float* w, long steps, float* y, long ld) {
+  static_assert(TN == 3 || TN == 6);
   vf acc[TM][TN];
   for (int m = 0; m < TM; ++m)
     for (int c = 0; c < TN; ++c) acc[m][c] = (vf){};
@@ -298,14 +382,17 @@ INLINE void tile_sums(const float* x, const float* w, long steps, float (*sums)[
       for (int m = 0; m < TM; ++m) acc[m][c] = fma(v, rows[m], acc[m][c]);
     }
   }
-  for (int m = 0; m < TM; ++m)
-    for (int c = 0; c < TN; c += 4) {
-      vf none = {};
-      v4 s = sum4(acc[m][c], c + 1 < TN ? acc[m][c + 1 < TN ? c + 1 : 0] : none,
-                  c + 2 < TN ? acc[m][c + 2 < TN ? c + 2 : 0] : none,
-                  c + 3 < TN ? acc[m][c + 3 < TN ? c + 3 : 0] : none);
-      __builtin_memcpy(&sums[m][c], &s, sizeof s);
+  // The columns in fours, the last ones in a pair where there is one.
+#pragma GCC unroll 8
+  for (int m = 0; m < TM; ++m, y += ld) {
+    vf none = {};
+    v4 s = sum4(acc[m][0], acc[m][1], acc[m][2], TN > 3 ? acc[m][TN > 3 ? 3 : 0] : none);
+    __builtin_memcpy(y, &s, least(TN, 4) * sizeof(float));
+    if constexpr (TN > 4) {
+      s = sum4(acc[m][4], acc[m][5], none, none);
+      __builtin_memcpy(y + 4, &s, 2 * sizeof(float));
     }
+  }
 }
 
 static void matmul_panel(const Weight& w, const MatmulTile& t, const float* packed, float* panel) {
@@ -316,9 +403,15 @@ static void matmul_panel(const Weight& w, const MatmulTile& t, const float* pack
   for (long rows = t.row_begin; rows < t.row_end; rows += block)
     for (long col = t.col_begin; col < t.col_end; col += TN)
       for (long row = rows; row < least(rows + block, t.row_end); row += TM) {
-        float sums[TM][8];
-        tile_sums(packed + row * steps * W, panel + (col - t.col_begin) * steps * W, steps, sums);
+        const float *from = packed + row * steps * W, *weights = panel + (col - t.col_begin) * steps * W;
+        float* y = t.y + row * t.ld + col;
+        if (row + TM <= t.row_end && col + TN <= t.col_end) {
+          tile_sums(from, weights, steps, y, t.ld);
+          continue;
+        }
+        float sums[TM][TN];
+        tile_sums(from, weights, steps, sums[0], TN);
         for (long m = 0; m < least(TM, t.row_end - row); ++m)
-          for (long c = 0; c < least(TN, t.col_end - col); ++c) t.y[(row + m) * t.ld + col + c] = sums[m][c];
+          for (long c = 0; c < least(TN, t.col_end - col); ++c) y[m * t.ld + c] = sums[m][c];
       }
 }

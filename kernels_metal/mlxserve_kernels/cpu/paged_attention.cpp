@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "attention_plan.h"
 #include "isa.h"
 #include "ops.h"
 #include "pool.h"
@@ -9,59 +10,7 @@
 namespace mlxserve {
 namespace {
 
-constexpr long kItemRows = 48;  // pairs of row and head that share each gathered block of keys and values
-
-struct Call {
-  Attention a;
-  long rows, sequences, pages;
-  const int *q_starts, *kv_lens;
-
-  long num_keys(const AttentionItem& item) const { return item.first_position + item.num_rows; }
-  long first_split(const AttentionItem& item) const {
-    return a.window ? std::max(0L, item.first_position + 1 - a.window) / kSplit : 0;
-  }
-  long num_splits(const AttentionItem& item) const {
-    return (num_keys(item) + kSplit - 1) / kSplit - first_split(item);
-  }
-};
-
-void check(const Call& call) {
-  const char* op = "paged_attention";
-  require(call.q_starts[0] == 0, op, ": q_starts[0] must be 0, got ", call.q_starts[0]);
-  for (long s = 0; s < call.sequences; ++s) {
-    long rows = call.q_starts[s + 1] - call.q_starts[s], keys = call.kv_lens[s];
-    require(rows >= 0 && call.q_starts[s + 1] <= call.rows, op, ": q_starts must ascend to at most ", call.rows,
-            ", got ", call.q_starts[s + 1], " at ", s + 1);
-    if (rows == 0) continue;
-    require(keys >= rows && keys <= call.a.max_pages * call.a.page, op, ": kv_lens[", s, "] is ", keys,
-            ", must be from its ", rows, " rows to the ", call.a.max_pages * call.a.page, " slots of its block table");
-    // With a window, pages wholly behind it may have gone back to the pool.
-    long first = call.a.window ? std::max(0L, keys - rows + 1 - call.a.window) : 0;
-    for (long i = first / call.a.page; i * call.a.page < keys; ++i) {
-      int page = call.a.block_tables[s * call.a.max_pages + i];
-      require(page >= 0 && page < call.pages, op, ": block_tables[", s, ", ", i, "] is ", page, ", the pool has ",
-              call.pages, " pages");
-    }
-  }
-}
-
-// Longest first, so that no thread starts a long one when the others are done.
-std::vector<AttentionItem> items_of(const Call& call) {
-  std::vector<AttentionItem> items;
-  long step = std::max(1L, kItemRows / (call.a.heads / call.a.kv_heads));
-  for (long s = 0; s < call.sequences; ++s) {
-    long begin = call.q_starts[s], end = call.q_starts[s + 1];
-    for (long row = begin; row < end; row += step)
-      for (long head = 0; head < call.a.kv_heads; ++head)
-        items.push_back({s, head, row, std::min(step, end - row), call.kv_lens[s] - (end - row)});
-  }
-  std::stable_sort(items.begin(), items.end(), [&](const AttentionItem& a, const AttentionItem& b) {
-    return call.num_keys(a) * a.num_rows > call.num_keys(b) * b.num_rows;
-  });
-  return items;
-}
-
-void attend_by_split(const Call& call, const std::vector<AttentionItem>& items, std::size_t scratch_floats) {
+void attend_by_split(const AttentionCall& call, const std::vector<AttentionItem>& items, std::size_t scratch_floats) {
   const Kernels& use = kernels();
   struct Task {
     long item, split;
@@ -87,12 +36,12 @@ void attend_by_split(const Call& call, const std::vector<AttentionItem>& items, 
   });
 }
 
-void attend(const Call& call) {
-  check(call);
+void attend(const AttentionCall& call) {
+  check_attention(call);
   const Kernels& use = kernels();
   long covered = call.q_starts[call.sequences], row_floats = call.a.heads * call.a.value_dim;
   std::memset(call.a.out + covered * row_floats, 0, (call.rows - covered) * row_floats * sizeof(float));
-  std::vector<AttentionItem> items = items_of(call);
+  std::vector<AttentionItem> items = attention_items(call);
   long max_rows = 0;
   bool has_splits = false;
   for (const AttentionItem& item : items) {
@@ -117,7 +66,7 @@ class PagedAttention : public CpuPrimitive {
     for (int i : {1, 2}) require(inputs[i].flags().row_contiguous, "paged_attention: a pool must be contiguous");
     std::vector<mx::array> in;
     for (const mx::array& input : inputs) in.push_back(dense(input, encoder));
-    Call call{parameters_, in[0].shape(0), in[5].shape(0), in[1].shape(0), in[4].data<int>(), in[5].data<int>()};
+    AttentionCall call{parameters_, in[0].shape(0), in[5].shape(0), in[1].shape(0), in[4].data<int>(), in[5].data<int>()};
     call.a.q = in[0].data<float>();
     call.a.keys = in[1].data<char>(), call.a.values = in[2].data<char>();
     call.a.block_tables = in[3].data<int>();

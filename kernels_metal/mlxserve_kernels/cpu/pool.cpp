@@ -155,7 +155,7 @@ void parallel_for(long count, const std::function<void(long)>& work) {
 }
 
 float* scratch(int slot, std::size_t floats) {
-  thread_local Buffer buffers[2];
+  thread_local Buffer buffers[3];
   Buffer& buffer = buffers[slot];
   if (buffer.size < floats) {
     ::operator delete[](buffer.data, std::align_val_t{64});

@@ -15,7 +15,8 @@ int num_threads();
 // thread alone. Safe after a fork: the child starts its own threads.
 void parallel_for(long count, const std::function<void(long)>& work);
 
-// At least `floats` floats of this thread, aligned to 64 bytes; kept until the thread ends. Two slots.
+// At least `floats` floats of this thread, aligned to 64 bytes; kept until the thread ends. Three slots: 0 for
+// the work of one task, 1 and 2 for what tasks of one primitive share.
 float* scratch(int slot, std::size_t floats);
 
 }  // namespace mlxserve

@@ -62,6 +62,23 @@ class SiluMul : public CpuPrimitive {
   }
 };
 
+class GreedyTokens : public CpuPrimitive {
+ public:
+  using CpuPrimitive::CpuPrimitive;
+
+  const char* name() const override { return "MlxserveGreedyTokens"; }
+
+  void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
+    auto& encoder = mx::cpu::get_command_encoder(stream());
+    allocate(outputs[0]);
+    mx::array logits = dense(inputs[0], encoder);
+    encoder.dispatch([from = logits.data<float>(), to = outputs[0].data<int>(), rows = long(logits.shape(0)),
+                      size = long(logits.shape(1))] {
+      parallel_for(rows, [&](long row) { to[row] = int(kernels().argmax(from + row * size, size)); });
+    });
+  }
+};
+
 // Copies `a` in row-major order; items of Size bytes.
 template <class Item>
 void gather(const Item* from, Item* to, const mx::Shape& shape, const mx::Strides& strides, int axis) {
@@ -108,6 +125,12 @@ mx::array silu_mul(const mx::array& gate, const mx::array& up) {
   require(gate.dtype() == mx::float32 && up.dtype() == mx::float32, "silu_mul: gate and up must be float32");
   require(gate.shape() == up.shape(), "silu_mul: gate and up must have one shape");
   return mx::array(gate.shape(), mx::float32, std::make_shared<SiluMul>(cpu_stream()), {gate, up});
+}
+
+mx::array greedy_tokens(const mx::array& logits) {
+  require(logits.dtype() == mx::float32 && logits.ndim() == 2 && logits.shape(1) > 0,
+          "greedy_tokens: logits must be float32 [R, V]");
+  return mx::array({logits.shape(0)}, mx::int32, std::make_shared<GreedyTokens>(cpu_stream()), {logits});
 }
 
 }  // namespace mlxserve

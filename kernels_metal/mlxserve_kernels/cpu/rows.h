@@ -36,3 +36,79 @@ static void silu_mul(const float* gate, const float* up, float* y, long begin, l
   for (; i + W <= end; i += W) store(y + i, silu_times(load(gate + i), load(up + i)));
   if (i < end) store_first(y + i, silu_times(load_first(gate + i, end - i), load_first(up + i, end - i)), end - i);
 }
+
+// The tanh form of gelu, as nn.gelu_approx has it.
+INLINE vf gelu_times(vf g, vf u) {
+  vf inner = 0.7978845608f * (g + 0.044715f * (g * g * g));
+  return 0.5f * g * (1.0f + tanh_of(inner)) * u;
+}
+
+template <vf (*F)(vf, vf)>
+INLINE void activate_all(float* gate, const float* up, long n) {
+  long i = 0;
+  for (; i + W <= n; i += W) store(gate + i, F(load(gate + i), load(up + i)));
+  if (i < n) store_first(gate + i, F(load_first(gate + i, n - i), load_first(up + i, n - i)), n - i);
+}
+
+static void activate(Activation f, float* gate, const float* up, long n) {
+  if (f == Activation::silu) return activate_all<silu_times>(gate, up, n);
+  activate_all<gelu_times>(gate, up, n);
+}
+
+static void add_scaled(float* y, const float* x, float factor, long n) {
+  long i = 0;
+  for (; i + W <= n; i += W) store(y + i, load(y + i) + load(x + i) * factor);
+  for (; i < n; ++i) y[i] += x[i] * factor;
+}
+
+static void rotate(float* x, long heads, long dim, const float* angles, long half, bool is_interleaved, float factor) {
+  const float *cosines = angles, *sines = angles + half;
+  for (long head = 0; head < heads; ++head, x += dim) {
+    if (is_interleaved) {
+      for (long i = 0; i < half; ++i) {
+        float a = x[2 * i] * factor, b = x[2 * i + 1] * factor;
+        x[2 * i] = a * cosines[i] - b * sines[i];
+        x[2 * i + 1] = a * sines[i] + b * cosines[i];
+      }
+      continue;
+    }
+    long i = 0;
+    for (; i + W <= half; i += W) {
+      vf a = load(x + i) * factor, b = load(x + half + i) * factor, c = load(cosines + i), s = load(sines + i);
+      store(x + i, a * c - b * s);
+      store(x + half + i, a * s + b * c);
+    }
+    for (; i < half; ++i) {
+      float a = x[i] * factor, b = x[half + i] * factor;
+      x[i] = a * cosines[i] - b * sines[i];
+      x[half + i] = a * sines[i] + b * cosines[i];
+    }
+  }
+}
+
+static long argmax(const float* x, long n) {
+  vf top = splat(-__builtin_inff());
+  vi strange = {};
+  long i = 0;
+  for (; i + W <= n; i += W) {
+    vf v = load(x + i);
+    strange |= v != v;
+    top = greater(v, top);
+  }
+  float largest = greatest(top);
+  bool is_strange = false;
+  for (int l = 0; l < W; ++l) is_strange |= strange[l] != 0;
+  for (; i < n; ++i) {
+    is_strange |= x[i] != x[i];
+    largest = x[i] > largest ? x[i] : largest;
+  }
+  if (is_strange) return -1;
+  for (i = 0; i + W <= n; i += W) {
+    vi equal = load(x + i) == largest;
+    bool any = false;
+    for (int l = 0; l < W; ++l) any |= equal[l] != 0;
+    if (any) break;
+  }
+  while (i < n - 1 && x[i] != largest) ++i;
+  return i;
+}

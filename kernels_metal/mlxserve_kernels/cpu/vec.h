@@ -163,21 +163,6 @@ INLINE float load_scalar(const void* p, Format format, long i) {
   return format == Format::float16 ? half_to_float(h) : bfloat_to_float(h);
 }
 
-// Value i of an array, in all lanes.
-template <Format F>
-INLINE vf splat_scalar(const void* p, long i) {
-  if constexpr (F == Format::float32) return splat(((const float*)p)[i]);
-  uint16_t h = ((const uint16_t*)p)[i];
-  if constexpr (F == Format::bfloat16) return splat(bfloat_to_float(h));
-#if defined(MLXSERVE_AVX512)
-  return _mm512_cvtph_ps(_mm256_set1_epi16((short)h));
-#elif defined(MLXSERVE_AVX2)
-  return _mm256_cvtph_ps(_mm_set1_epi16((short)h));
-#else
-  return splat(half_to_float(h));
-#endif
-}
-
 INLINE vf load_half(const uint16_t* p) {
 #if defined(MLXSERVE_AVX512)
   return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
@@ -195,5 +180,25 @@ INLINE vf load_bfloat(const uint16_t* p) {
   return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
 #else
   return (vf){bfloat_to_float(p[0]), bfloat_to_float(p[1]), bfloat_to_float(p[2]), bfloat_to_float(p[3])};
+#endif
+}
+
+// The first n <= 16 values of an array, as float32.
+template <Format F>
+INLINE void widen_first(const void* from, long n, float* to) {
+  if constexpr (F == Format::float32) {
+    const float* floats = (const float*)from;
+    for (long i = 0; i < n; i += W) store(to + i, n - i < W ? load_first(floats + i, n - i) : load(floats + i));
+    return;
+  }
+#if defined(MLXSERVE_AVX512)
+  __m256i h = _mm256_maskz_loadu_epi16((__mmask16)((1u << n) - 1), from);
+  store(to, F == Format::float16 ? _mm512_cvtph_ps(h)
+                                 : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16)));
+#else
+  long i = 0;
+  for (; i + W <= n; i += W)
+    store(to + i, F == Format::float16 ? load_half((const uint16_t*)from + i) : load_bfloat((const uint16_t*)from + i));
+  for (; i < n; ++i) to[i] = load_scalar(from, F, i);
 #endif
 }

@@ -1,0 +1,495 @@
+// The run of a stack of decoder layers: phases that the threads share out (team.h), on the kernels that the
+// single operations have, so with their order of sums: a row has the same bits in any batch.
+#include "decoder.h"
+
+#include <cmath>
+#include <cstring>
+
+#include "attention_plan.h"
+#include "isa.h"
+#include "pool.h"
+#include "primitive.h"
+#include "team.h"
+
+namespace mlxserve {
+namespace {
+
+constexpr long kColumns = 16;         // columns that one unit of work has at least, with few rows
+constexpr long kPartRows = 128;       // rows of a unit of work, with many
+constexpr long kPhasesOfALayer = 12;  // at most
+
+struct Pool {
+  char *keys, *values;
+  mx::Dtype dtype = mx::float32;
+  long pages, page;
+};
+
+// What is given to a run. Pointers are to contiguous int32 and float32 arrays.
+struct Step {
+  long rows, sequences, max_pages;
+  const int *positions, *slots, *tables, *q_starts, *kv_lens;
+  const float* input;
+  float* hidden;
+  std::vector<Pool> pools;
+};
+
+struct SplitTask {
+  long item, split;
+  std::size_t offset;
+};
+
+// How the attention of some layers is cut up.
+struct AttentionPlan {
+  AttentionCall call;
+  std::vector<AttentionItem> items;
+  std::vector<SplitTask> tasks;      // empty: items are done whole
+  std::vector<std::size_t> offsets;  // of the first partial result of each item
+  std::size_t partial_floats = 0, scratch_floats = 0;
+};
+
+AttentionCall attention_call(const DecoderLayer& l, const Step& step, const Pool& pool) {
+  AttentionCall call{};
+  Attention& a = call.a;
+  a.keys = pool.keys, a.values = pool.values;
+  a.format = pool.dtype == mx::float32   ? Format::float32
+             : pool.dtype == mx::float16 ? Format::float16
+                                         : Format::bfloat16;
+  a.block_tables = step.tables, a.max_pages = step.max_pages;
+  a.heads = l.heads, a.kv_heads = l.kv_heads, a.page = pool.page, a.dim = l.dim, a.value_dim = l.value_dim;
+  a.scale = l.scale, a.window = l.window, a.softcap = l.softcap;
+  a.sinks = l.sinks ? l.sinks->data<float>() : nullptr;
+  call.rows = step.rows, call.sequences = step.sequences, call.pages = pool.pages;
+  call.q_starts = step.q_starts, call.kv_lens = step.kv_lens;
+  return call;
+}
+
+bool has_same_plan(const Attention& a, const Attention& b) {
+  return a.window == b.window && a.heads == b.heads && a.kv_heads == b.kv_heads && a.dim == b.dim &&
+         a.value_dim == b.value_dim && a.page == b.page && a.format == b.format;
+}
+
+AttentionPlan plan_attention(const AttentionCall& call) {
+  const Kernels& use = kernels();
+  AttentionPlan plan{call, attention_items(call), {}, {}, 0, 0};
+  long max_rows = 0;
+  bool has_splits = false;
+  for (const AttentionItem& item : plan.items) {
+    max_rows = std::max(max_rows, item.num_rows);
+    has_splits |= call.num_splits(item) > 1;
+  }
+  plan.scratch_floats = use.attention_scratch_floats(call.a, max_rows);
+  if (!has_splits || long(plan.items.size()) >= 8L * num_threads()) return plan;
+  for (long i = 0; i < long(plan.items.size()); ++i) {
+    plan.offsets.push_back(plan.partial_floats);
+    for (long split = 0; split < call.num_splits(plan.items[i]); ++split) {
+      plan.tasks.push_back({i, call.first_split(plan.items[i]) + split, plan.partial_floats});
+      plan.partial_floats += use.partial_floats(call.a, plan.items[i].num_rows);
+    }
+  }
+  return plan;
+}
+
+std::size_t aligned(std::size_t floats) { return (floats + 15) / 16 * 16; }
+
+// What all threads of a run share.
+struct Run {
+  const DecoderStack& stack;
+  const Step& step;
+  Team team;
+  std::vector<AttentionPlan> plans;
+  std::vector<long> plan_of;
+  std::vector<std::atomic<int>> splits_left;  // [layer][item]
+  long max_items = 0;
+  std::size_t private_floats = 0;
+  float *angles, *q, *k, *v, *attended, *sum, *gate, *up, *packed, *partials;
+
+  Run(const DecoderStack& stack, const Step& step)
+      : stack(stack), step(step), team(long(stack.layers.size()) * kPhasesOfALayer + 1) {
+    plan();
+    place();
+  }
+
+  bool is_few() const { return step.rows <= kMaxDirectRows; }
+
+ private:
+  void plan() {
+    for (std::size_t i = 0; i < stack.layers.size(); ++i) {
+      AttentionCall call = attention_call(stack.layers[i], step, step.pools[i]);
+      check_attention(call);
+      auto found = std::find_if(plans.begin(), plans.end(),
+                                [&](const AttentionPlan& p) { return has_same_plan(p.call.a, call.a); });
+      plan_of.push_back(found - plans.begin());
+      if (found == plans.end()) plans.push_back(plan_attention(call));
+    }
+    for (const AttentionPlan& each : plans)
+      if (!each.tasks.empty()) max_items = std::max(max_items, long(each.items.size()));
+    splits_left = std::vector<std::atomic<int>>(max_items * stack.layers.size());
+    for (std::size_t i = 0; i < stack.layers.size(); ++i) {
+      const AttentionPlan& each = plans[plan_of[i]];
+      if (each.tasks.empty()) continue;
+      for (std::size_t item = 0; item < each.items.size(); ++item)
+        splits_left[i * max_items + item] = int(each.call.num_splits(each.items[item]));
+    }
+  }
+
+  void place() {
+    const Kernels& use = kernels();
+    long rows = step.rows;
+    std::size_t sizes[9] = {std::size_t(rows * stack.angle_floats)};
+    for (const DecoderLayer& l : stack.layers) {
+      sizes[1] = std::max<std::size_t>(sizes[1], rows * l.q->w.n);
+      sizes[2] = std::max<std::size_t>(sizes[2], rows * l.k->w.n);
+      sizes[3] = std::max<std::size_t>(sizes[3], rows * l.v->w.n);
+      sizes[4] = std::max<std::size_t>(sizes[4], rows * l.o->w.k);
+      sizes[5] = std::max<std::size_t>(sizes[5], rows * l.hidden());
+      if (l.has_mlp()) sizes[6] = std::max<std::size_t>(sizes[6], rows * l.gate->w.n);
+    }
+    sizes[7] = is_few() ? 0 : use.packed_floats(rows, stack.widest);
+    for (const AttentionPlan& each : plans) {
+      sizes[8] = std::max(sizes[8], each.partial_floats);
+      private_floats = std::max(private_floats, each.scratch_floats);
+    }
+    private_floats = std::max<std::size_t>(private_floats, std::max(kMaxDirectRows, use.row_tile) * stack.widest);
+    if (!is_few()) private_floats = std::max(private_floats, use.panel_floats(stack.widest));
+    std::size_t total = aligned(sizes[6]);
+    for (std::size_t size : sizes) total += aligned(size);
+    float* next = scratch(2, total);
+    for (auto [to, size] : {std::pair{&angles, sizes[0]}, {&q, sizes[1]}, {&k, sizes[2]}, {&v, sizes[3]},
+                            {&attended, sizes[4]}, {&sum, sizes[5]}, {&gate, sizes[6]}, {&up, sizes[6]},
+                            {&packed, sizes[7]}, {&partials, sizes[8]}})
+      *to = next, next += aligned(size);
+    // Rows of no sequence attend to nothing.
+    long covered = step.q_starts[step.sequences];
+    if (covered < rows) std::memset(attended, 0, sizes[4] * sizeof(float));
+  }
+};
+
+template <class To>
+void convert_row(const float* from, char* pool, long at, long n) {
+  To* to = reinterpret_cast<To*>(pool) + at;
+  for (long i = 0; i < n; ++i) to[i] = static_cast<To>(from[i]);
+}
+
+void write_row(const float* from, char* pool, mx::Dtype dtype, long at, long n) {
+  if (dtype == mx::float32) std::memcpy(reinterpret_cast<float*>(pool) + at, from, n * sizeof(float));
+  else if (dtype == mx::float16) convert_row<mx::float16_t>(from, pool, at, n);
+  else convert_row<mx::bfloat16_t>(from, pool, at, n);
+}
+
+// One thread of a run.
+class Worker {
+ public:
+  explicit Worker(Run& run)
+      : run_(run), use_(kernels()), rows_(run.step.rows), private_(scratch(0, run.private_floats)) {}
+
+  void work() {
+    start();
+    for (std::size_t i = 0; i < run_.stack.layers.size(); ++i) {
+      const DecoderLayer& l = run_.stack.layers[i];
+      attention_block(l, i);
+      if (l.has_mlp()) mlp_block(l);
+    }
+  }
+
+ private:
+  template <class Body>
+  void share(long units, long longest, Body&& body) {
+    run_.team.share(phase_++, units, longest, body);
+  }
+  template <class Body>
+  void share(long units, Body&& body) {
+    share(units, units, body);
+  }
+
+  void start() {
+    const Step& step = run_.step;
+    long hidden = run_.stack.layers[0].hidden();
+    share(rows_, [&](long begin, long end) {
+      std::memcpy(step.hidden + begin * hidden, step.input + begin * hidden, (end - begin) * hidden * sizeof(float));
+      for (long row = begin; row < end; ++row) write_angles(row);
+    });
+  }
+
+  void write_angles(long row) {
+    float* to = run_.angles + row * run_.stack.angle_floats;
+    for (const Rope& rope : run_.stack.ropes) {
+      float position = float(run_.step.positions[row]) * rope.position_scale;
+      const float* frequencies = rope.inverse_frequencies.data<float>();
+      for (long i = 0; i < rope.half(); ++i) {
+        float angle = position * frequencies[i];
+        to[i] = std::cos(angle), to[rope.half() + i] = std::sin(angle);
+      }
+      to += 2 * rope.half();
+    }
+  }
+
+  void attention_block(const DecoderLayer& l, std::size_t index) {
+    prepare(run_.step.hidden, l.hidden(), l.attention_norm);
+    const Matrix* matrices[] = {&*l.q, &*l.k, &*l.v};
+    float* outputs[] = {run_.q, run_.k, run_.v};
+    columns({l.q->w.n, l.k->w.n, l.v->w.n}, [&](long which, const Range& rows, const Range& cols) {
+      project(*matrices[which], outputs[which], rows, cols);
+    });
+    share(rows_, [&](long begin, long end) {
+      for (long row = begin; row < end; ++row) finish_keys(l, index, row);
+    });
+    attend(l, index);
+    prepare(run_.attended, l.o->w.k, {});
+    project_and_add(l, *l.o, l.post_attention_norm);
+  }
+
+  void mlp_block(const DecoderLayer& l) {
+    long width = l.gate->w.n;
+    prepare(run_.step.hidden, l.hidden(), l.mlp_norm);
+    columns({width}, [&](long, const Range& rows, const Range& cols) {
+      project(*l.gate, run_.gate, rows, cols);
+      project(*l.up, run_.up, rows, cols);
+      for (long row = rows.begin; row < rows.end; ++row) {
+        long at = row * width + cols.begin;
+        use_.activate(l.activation, run_.gate + at, run_.up + at, cols.end - cols.begin);
+      }
+    });
+    prepare(run_.gate, width, {});
+    project_and_add(l, *l.down, l.post_mlp_norm);
+  }
+
+  struct Range {
+    long begin, end;
+  };
+
+  // Rows of `from` [rows, k], normed, become the input of the next projections. Few rows are normed by each
+  // thread for itself, many are packed once.
+  void prepare(const float* from, long k, const std::optional<Norm>& norm) {
+    from_ = from, k_ = k, norm_ = norm ? &*norm : nullptr, is_normed_ = false;
+    if (run_.is_few()) return;
+    long tile = use_.row_tile;
+    share((rows_ + tile - 1) / tile, [&](long begin, long end) {
+      for (long row = begin * tile; row < std::min(end * tile, rows_); row += tile) {
+        long count = std::min(tile, rows_ - row);
+        const float* source = from + row * k;
+        if (norm_) {
+          use_.rms_norm(source, norm_->data, norm_->format, norm_->eps, count, k, private_);
+          source = private_;
+        }
+        use_.pack(source, count, k, run_.packed + use_.packed_floats(row, k));
+      }
+    });
+  }
+
+  void project(const Matrix& m, float* y, const Range& rows, const Range& cols) {
+    MatmulTile tile{from_, y, m.w.n, rows.begin, rows.end, cols.begin, cols.end};
+    if (!run_.is_few()) {
+      use_.matmul_panel(m.w, tile, run_.packed, private_);
+    } else {
+      if (norm_ && !is_normed_) use_.rms_norm(from_, norm_->data, norm_->format, norm_->eps, rows_, k_, private_);
+      is_normed_ = true;
+      if (norm_) tile.x = private_;
+      use_.matmul_direct(m.w, tile);
+    }
+    if (!m.bias) return;
+    for (long row = rows.begin; row < rows.end; ++row)
+      use_.add_scaled(y + row * m.w.n + cols.begin, m.bias + cols.begin, 1, cols.end - cols.begin);
+  }
+
+  // Calls body(which, rows, cols) for rectangles that cover the columns of all matrices, for all rows.
+  template <class Body>
+  void columns(std::initializer_list<long> widths, Body&& body) {
+    long step = run_.is_few() ? kColumns : use_.panel_cols;
+    long parts = run_.is_few() ? 1 : (rows_ + kPartRows - 1) / kPartRows, panels = 0;
+    for (long width : widths) panels += (width + step - 1) / step;
+    share(panels * parts, [&](long begin, long end) {
+      long which = 0, first = 0;
+      for (long width : widths) {
+        long count = (width + step - 1) / step * parts;
+        long from = std::max(begin - first, 0L), to = std::min(end - first, count);
+        if (run_.is_few()) {
+          if (from < to) body(which, Range{0, rows_}, Range{from * step, std::min(to * step, width)});
+        } else {
+          for (long unit = from; unit < to; ++unit) {
+            long col = unit / parts * step, row = unit % parts * kPartRows;
+            body(which, Range{row, std::min(row + kPartRows, rows_)}, Range{col, std::min(col + step, width)});
+          }
+        }
+        first += count, ++which;
+      }
+    });
+  }
+
+  // hidden += (x @ m^T, normed) * multiplier
+  void project_and_add(const DecoderLayer& l, const Matrix& m, const std::optional<Norm>& norm) {
+    long hidden = m.w.n;
+    columns({hidden}, [&](long, const Range& rows, const Range& cols) {
+      project(m, run_.sum, rows, cols);
+      if (norm) return;
+      for (long row = rows.begin; row < rows.end; ++row) {
+        long at = row * hidden + cols.begin;
+        use_.add_scaled(run_.step.hidden + at, run_.sum + at, l.residual_multiplier, cols.end - cols.begin);
+      }
+    });
+    if (!norm) return;
+    share(rows_, [&](long begin, long end) {
+      for (long row = begin; row < end; ++row) {
+        use_.rms_norm(run_.sum + row * hidden, norm->data, norm->format, norm->eps, 1, hidden, private_);
+        use_.add_scaled(run_.step.hidden + row * hidden, private_, l.residual_multiplier, hidden);
+      }
+    });
+  }
+
+  void finish_keys(const DecoderLayer& l, std::size_t index, long row) {
+    float *q = run_.q + row * l.q->w.n, *k = run_.k + row * l.k->w.n, *v = run_.v + row * l.v->w.n;
+    for (auto [x, norm, width] : {std::tuple{q, &l.q_norm, l.q->w.n}, {k, &l.k_norm, l.k->w.n}})
+      if (*norm) {
+        const Norm& n = **norm;
+        use_.rms_norm(x, n.data, n.format, n.eps, width / n.size, n.size, x);
+      }
+    if (l.rope) {
+      const float* angles = run_.angles + row * run_.stack.angle_floats;
+      for (long i = 0; i < run_.stack.angle_of[index]; ++i) angles += 2 * run_.stack.ropes[i].half();
+      use_.rotate(q, l.heads, l.dim, angles, l.rope->half(), l.rope->is_interleaved, l.rope->input_scale);
+      use_.rotate(k, l.kv_heads, l.dim, angles, l.rope->half(), l.rope->is_interleaved, l.rope->input_scale);
+    }
+    const Pool& pool = run_.step.pools[index];
+    long page = run_.step.slots[row] / pool.page, slot = run_.step.slots[row] % pool.page;
+    for (long head = 0; head < l.kv_heads; ++head) {
+      long at = (page * l.kv_heads + head) * pool.page + slot;
+      write_row(k + head * l.dim, pool.keys, pool.dtype, at * l.dim, l.dim);
+      write_row(v + head * l.value_dim, pool.values, pool.dtype, at * l.value_dim, l.value_dim);
+    }
+  }
+
+  void attend(const DecoderLayer& l, std::size_t index) {
+    const AttentionPlan& plan = run_.plans[run_.plan_of[index]];
+    Attention a = attention_call(l, run_.step, run_.step.pools[index]).a;
+    a.q = run_.q, a.out = run_.attended;
+    if (plan.tasks.empty()) {
+      share(long(plan.items.size()), 1, [&](long i, long) { use_.attend_whole(a, plan.items[i], private_); });
+      return;
+    }
+    std::atomic<int>* left = &run_.splits_left[index * run_.max_items];
+    share(long(plan.tasks.size()), 1, [&](long i, long) {
+      const SplitTask& task = plan.tasks[i];
+      use_.attend_split(a, plan.items[task.item], task.split, run_.partials + task.offset, private_);
+      if (left[task.item].fetch_sub(1, std::memory_order_acq_rel) == 1)
+        use_.attend_merge(a, plan.items[task.item], run_.partials + plan.offsets[task.item], private_);
+    });
+  }
+
+  Run& run_;
+  const Kernels& use_;
+  const long rows_;
+  float* const private_;
+  long phase_ = 0;
+
+  // The input of the next projections.
+  const float* from_ = nullptr;
+  long k_ = 0;
+  const Norm* norm_ = nullptr;
+  bool is_normed_ = false;
+};
+
+void run_stack(const DecoderStack& stack, const Step& step) {
+  for (const Pool& pool : step.pools)
+    for (long row = 0; row < step.rows; ++row)
+      require(step.slots[row] >= 0 && step.slots[row] < pool.pages * pool.page, "decoder_stack: slot_mapping[", row,
+              "] is ", step.slots[row], ", the pool has slots 0 to ", pool.pages * pool.page - 1);
+  Run run(stack, step);
+  parallel_for(num_threads(), [&](long) { Worker(run).work(); });
+}
+
+class DecoderStackPrimitive : public CpuPrimitive {
+ public:
+  DecoderStackPrimitive(mx::Stream stream, std::shared_ptr<const DecoderStack> stack)
+      : CpuPrimitive(stream), stack_(std::move(stack)) {}
+
+  const char* name() const override { return "MlxserveDecoderStack"; }
+
+  // inputs: hidden, positions, slot_mapping, block_tables, q_starts, kv_lens, then k_pool, v_pool of each layer;
+  // outputs: hidden, then the pools.
+  void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
+    auto& encoder = mx::cpu::get_command_encoder(stream());
+    allocate(outputs[0]);
+    std::vector<mx::array> in;
+    for (int i = 0; i < kFirstPool; ++i) in.push_back(dense(inputs[i], encoder));
+    Step step{};
+    step.input = in[0].data<float>(), step.hidden = outputs[0].data<float>();
+    step.positions = in[1].data<int>(), step.slots = in[2].data<int>(), step.tables = in[3].data<int>();
+    step.q_starts = in[4].data<int>(), step.kv_lens = in[5].data<int>();
+    step.rows = long(in[1].size()), step.sequences = in[5].shape(0), step.max_pages = in[3].shape(1);
+    for (std::size_t i = 0; i < stack_->layers.size(); ++i) {
+      const mx::array &keys = inputs[kFirstPool + 2 * i], &values = inputs[kFirstPool + 2 * i + 1];
+      for (int part : {0, 1}) {
+        const mx::array& pool = part ? values : keys;
+        require(pool.flags().row_contiguous, "decoder_stack: a pool must be contiguous");
+        outputs[1 + 2 * i + part].copy_shared_buffer(pool);
+      }
+      require(keys.data<char>() != values.data<char>(), "decoder_stack: k_pool and v_pool must be two buffers");
+      step.pools.push_back({const_cast<char*>(keys.data<char>()), const_cast<char*>(values.data<char>()), keys.dtype(),
+                            keys.shape(0), keys.shape(2)});
+    }
+    encoder.dispatch([stack = stack_, step = std::move(step)] { run_stack(*stack, step); });
+  }
+
+  static constexpr int kFirstPool = 6;
+
+ private:
+  std::shared_ptr<const DecoderStack> stack_;
+};
+
+void check_pools(const DecoderLayer& l, const mx::array& keys, const mx::array& values) {
+  const char* op = "decoder_stack";
+  format_of(keys, op, "a k_pool");
+  require(keys.dtype() == values.dtype(), op, ": pools of a layer must have one dtype");
+  require(keys.ndim() == 4 && values.ndim() == 4 && keys.shape(0) == values.shape(0) &&
+              keys.shape(2) == values.shape(2) && keys.shape(0) > 0 && keys.shape(2) > 0,
+          op, ": pools must be [pages, kv_heads, page_size, D] with pages");
+  require(keys.shape(1) == l.kv_heads && values.shape(1) == l.kv_heads && keys.shape(3) == l.dim &&
+              values.shape(3) == l.value_dim,
+          op, ": a layer has ", l.kv_heads, " kv heads of ", l.dim, " and ", l.value_dim, ", its pools ",
+          keys.shape(1), " of ", keys.shape(3), " and ", values.shape(3));
+}
+
+}  // namespace
+
+std::tuple<mx::array, Arrays, Arrays> decoder_stack(std::shared_ptr<const DecoderStack> stack, const mx::array& hidden,
+                                                    const mx::array& positions, const mx::array& slot_mapping,
+                                                    const mx::array& block_tables, const mx::array& q_starts,
+                                                    const mx::array& kv_lens, const Arrays& k_pools,
+                                                    const Arrays& v_pools) {
+  const char* op = "decoder_stack";
+  std::size_t count = stack->layers.size();
+  require(hidden.dtype() == mx::float32 && hidden.ndim() >= 1 && hidden.shape(-1) == stack->layers[0].hidden(), op,
+          ": hidden must be float32 [..., ", stack->layers[0].hidden(), "]");
+  long rows = long(hidden.size()) / hidden.shape(-1);
+  require(rows > 0, op, ": no rows");
+  for (const mx::array* ids : {&positions, &slot_mapping, &block_tables, &q_starts, &kv_lens})
+    require(ids->dtype() == mx::int32, op, ": index arrays must be int32");
+  require(long(positions.size()) == rows && long(slot_mapping.size()) == rows, op,
+          ": positions and slot_mapping must have ", rows, " entries");
+  require(kv_lens.ndim() == 1 && q_starts.ndim() == 1 && q_starts.shape(0) == kv_lens.shape(0) + 1, op,
+          ": q_starts must be [S + 1], kv_lens [S]");
+  require(block_tables.ndim() == 2 && block_tables.shape(0) == kv_lens.shape(0), op,
+          ": block_tables must be [S, max_pages]");
+  require(k_pools.size() == count && v_pools.size() == count, op, ": ", count, " layers need as many pools, got ",
+          k_pools.size(), " and ", v_pools.size());
+  Arrays inputs{hidden, positions, slot_mapping, block_tables, q_starts, kv_lens};
+  std::vector<mx::Shape> shapes{hidden.shape()};
+  std::vector<mx::Dtype> dtypes{mx::float32};
+  for (std::size_t i = 0; i < count; ++i) {
+    check_pools(stack->layers[i], k_pools[i], v_pools[i]);
+    for (const mx::array* pool : {&k_pools[i], &v_pools[i]}) {
+      inputs.push_back(*pool);
+      shapes.push_back(pool->shape());
+      dtypes.push_back(pool->dtype());
+    }
+  }
+  auto primitive = std::make_shared<DecoderStackPrimitive>(cpu_stream(), std::move(stack));
+  Arrays outputs = mx::array::make_arrays(std::move(shapes), dtypes, primitive, inputs);
+  Arrays keys, values;
+  for (std::size_t i = 0; i < count; ++i) {
+    keys.push_back(outputs[1 + 2 * i]);
+    values.push_back(outputs[2 + 2 * i]);
+  }
+  return {outputs[0], std::move(keys), std::move(values)};
+}
+
+}  // namespace mlxserve

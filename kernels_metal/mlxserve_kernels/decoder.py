@@ -1,0 +1,193 @@
+"""Whole decoder layers as one operation: what a layer is made of, and the stack that runs some of them.
+
+One layer, with x the hidden state [T, hidden] and everything in brackets left out where its field is None::
+
+    h = [attention_norm](x)
+    q, k, v = q_proj(h), k_proj(h), v_proj(h)
+    q, k = rope([q_norm](q)), rope([k_norm](k))             (per head, or over all heads of a row)
+    write k, v to the pages; attended = paged_attention(q)  (ops.write_pages, ops.paged_attention)
+    x = x + residual_multiplier * [post_attention_norm](o_proj(attended))
+    h = [mlp_norm](x)
+    x = x + residual_multiplier * [post_mlp_norm](down(activation(gate(h)) * up(h)))
+
+A row's bits do not depend on the other rows of a call, on page placement or on the number of threads, and
+are those that the single operations of ``ops`` give. Angles are the float32 products that mx.fast.rope takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import mlx.core as mx
+
+from mlxserve_kernels.dispatch import extension
+
+_FLOATS = (mx.float32, mx.float16, mx.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """``x @ dequantize(w).T + bias``: rows ``begin`` to ``end - 1`` (None: all) of an affine weight as in
+    ``ops.quantized_matmul``, or, without scales, of a dense one as in ``ops.linear``."""
+
+    w: mx.array
+    scales: mx.array | None = None
+    biases: mx.array | None = None
+    group_size: int = 0
+    bits: int = 0
+    bias: mx.array | None = None
+    begin: int = 0
+    end: int | None = None
+
+    @property
+    def is_supported(self) -> bool:
+        """Whether the kernels read this format."""
+        if self.w.ndim != 2 or not self.w.size:
+            return False
+        if self.scales is None:
+            return self.biases is None and self.w.dtype in _FLOATS
+        return (
+            self.biases is not None
+            and self.bits in (4, 8)
+            and self.group_size in (32, 64, 128)
+            and self.scales.dtype in _FLOATS
+            and self.scales.dtype == self.biases.dtype
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """``ops.rms_norm`` with this weight."""
+
+    weight: mx.array
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotation of the first ``2 * len(inverse_frequencies)`` values of a head, scaled by ``input_scale``
+    before, by ``position * position_scale * inverse_frequencies[i]``. Pairs are halves of the rotated part
+    or, ``is_interleaved``, neighbours."""
+
+    inverse_frequencies: mx.array
+    position_scale: float = 1.0
+    input_scale: float = 1.0
+    is_interleaved: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderLayer:
+    """See the module's docstring; attention parameters as in ``ops.paged_attention``. ``gate``, ``up`` and
+    ``down`` are all None for a layer that ends after its attention."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    value_dim: int
+    scale: float
+    q: Projection
+    k: Projection
+    v: Projection
+    o: Projection
+    gate: Projection | None = None
+    up: Projection | None = None
+    down: Projection | None = None
+    attention_norm: Norm | None = None
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+    post_attention_norm: Norm | None = None
+    mlp_norm: Norm | None = None
+    post_mlp_norm: Norm | None = None
+    rope: Rope | None = None
+    window: int | None = None
+    softcap: float | None = None
+    sinks: mx.array | None = None
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    residual_multiplier: float = 1.0
+
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        parts = (self.q, self.k, self.v, self.o, self.gate, self.up, self.down)
+        return tuple(part for part in parts if part is not None)
+
+
+def can_stack(layer: DecoderLayer) -> bool:
+    """Whether ``DecoderStack`` runs here and reads all formats of this layer."""
+    return extension() is not None and all(part.is_supported for part in layer.projections)
+
+
+class DecoderStack:
+    """Consecutive layers in the extension, which must be there (see ``can_stack``). Evaluates the arrays of
+    the layers, and shares their memory: they must not change.
+
+    Raises ValueError where the parts of a layer do not fit together.
+    """
+
+    def __init__(self, layers: Sequence[DecoderLayer]) -> None:
+        self._cpu = extension()
+        assert self._cpu is not None
+        self.num_layers = len(layers)
+        self._stack = self._cpu.DecoderStack([_native(self._cpu, layer) for layer in layers])
+
+    def __call__(
+        self,
+        hidden: mx.array,
+        positions: mx.array,
+        slot_mapping: mx.array,
+        block_tables: mx.array,
+        q_starts: mx.array,
+        kv_lens: mx.array,
+        k_pools: list[mx.array],
+        v_pools: list[mx.array],
+    ) -> tuple[mx.array, list[mx.array], list[mx.array]]:
+        """The hidden state behind the last layer, and the pools' new handles (contract of
+        ``ops.write_pages``).
+
+        hidden float32 [..., hidden] with T rows; positions, slot_mapping int32 of T entries; the other index
+        arrays and the pools, one pair a layer, as in ``ops.paged_attention``.
+        """
+        result: tuple[mx.array, list[mx.array], list[mx.array]] = self._cpu.decoder_stack(  # type: ignore[union-attr]
+            self._stack,
+            hidden,
+            positions,
+            slot_mapping,
+            block_tables,
+            q_starts,
+            kv_lens,
+            k_pools,
+            v_pools,
+        )
+        return result
+
+
+def _native(cpu: Any, layer: DecoderLayer) -> Any:
+    native = cpu.DecoderLayer()
+    for name in ("heads", "kv_heads", "dim", "value_dim", "scale", "residual_multiplier"):
+        setattr(native, name, getattr(layer, name))
+    native.window = layer.window or 0
+    native.softcap = layer.softcap or 0.0
+    native.activation = getattr(cpu.Activation, layer.activation)
+    for name in ("q", "k", "v", "o", "gate", "up", "down"):
+        if (projection := getattr(layer, name)) is not None:
+            setattr(native, name, _native_matrix(cpu, projection))
+    for name in (
+        "attention_norm", "q_norm", "k_norm", "post_attention_norm", "mlp_norm", "post_mlp_norm",
+    ):  # fmt: skip
+        if (norm := getattr(layer, name)) is not None:
+            setattr(native, name, cpu.Norm(norm.weight, norm.eps))
+    if (rope := layer.rope) is not None:
+        native.rope = cpu.Rope(
+            rope.inverse_frequencies, rope.position_scale, rope.input_scale, rope.is_interleaved
+        )
+    if layer.sinks is not None:
+        native.sinks = layer.sinks.astype(mx.float32)
+    return native
+
+
+def _native_matrix(cpu: Any, part: Projection) -> Any:
+    matrix = cpu.Matrix(part.w, part.scales, part.biases, part.group_size, part.bits, part.bias)
+    if part.begin == 0 and part.end is None:
+        return matrix
+    return matrix.rows(part.begin, part.w.shape[0] if part.end is None else part.end)

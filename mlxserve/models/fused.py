@@ -1,0 +1,281 @@
+"""Standard decoder blocks as whole operations (``mlxserve_kernels.decoder``).
+
+A block is recognised by its mlx-lm class and the classes of its parts. Consecutive recognised blocks form
+stacks: the first block of a stack runs all its layers, the others hand on what they get. So an
+architecture's own loop over its layers stays as it is, and blocks that are not recognised stay mlx-lm's.
+Caches of other kinds than ours always take mlx-lm's own path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import log
+from typing import Any, Literal
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlxserve.models.layers import KernelLinear, KernelQuantizedLinear, KernelRMSNorm
+from mlxserve.models.paged import LayerPages, LayerSpec, PagedLayerCache
+from mlxserve_kernels.decoder import DecoderLayer, DecoderStack, Norm, Projection, Rope, can_stack
+
+_MAX_STACKED = 8
+"""Layers of one operation. Each output knows all others of its operation, so the cost of long stacks
+grows with the square of their length; each operation costs by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """How the blocks of an mlx-lm file are put together: names of norms in the order of use, and where the
+    experts are in blocks that have them."""
+
+    attention_norm: str | None = "input_layernorm"
+    post_attention_norm: str | None = None
+    mlp_norm: str | None = "post_attention_layernorm"
+    post_mlp_norm: str | None = None
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    experts: str = "mlp"
+
+
+_PRE_NORM = _Family()
+_GEMMA = _Family(
+    post_attention_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    post_mlp_norm="post_feedforward_layernorm",
+    activation="gelu_tanh",
+)
+_POST_NORM = _Family(
+    attention_norm=None,
+    post_attention_norm="post_attention_layernorm",
+    mlp_norm=None,
+    post_mlp_norm="post_feedforward_layernorm",
+)
+_FAMILIES = {
+    "gemma2.TransformerBlock": _GEMMA,
+    "gemma3_text.TransformerBlock": _GEMMA,
+    "granite.TransformerBlock": _PRE_NORM,
+    "llama.TransformerBlock": _PRE_NORM,
+    "mixtral.MixtralDecoderLayer": _Family(experts="block_sparse_moe"),
+    "olmo2.TransformerBlock": _POST_NORM,
+    "phi3.TransformerBlock": _PRE_NORM,
+    "qwen2.TransformerBlock": _PRE_NORM,
+    "qwen2_moe.Qwen2MoeDecoderLayer": _PRE_NORM,
+    "qwen3.TransformerBlock": _PRE_NORM,
+    "qwen3_moe.Qwen3MoeDecoderLayer": _PRE_NORM,
+}
+"""By file and class. SmolLM3 and Mistral are made of Llama's blocks."""
+
+_OFFSET_NORMS = ("gemma2.RMSNorm", "gemma3_text.RMSNorm")
+"""Norms whose weight is an offset from 1."""
+
+_ROPES_WITH_TABLE = ("Llama3RoPE", "YarnRoPE", "SuScaledRoPE", "ProportionalRoPE")
+
+
+class _NotStandardError(Exception):
+    """A part is none that we know."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One block's share of a stack. Only the first block of a stack has it; ``experts`` and their norm are
+    run by mlx-lm behind the attention."""
+
+    first: int
+    stack: DecoderStack | None
+    experts: str | None
+    norm: str | None
+
+
+def fuse_blocks(model: nn.Module, specs: Sequence[LayerSpec]) -> int:
+    """Fuse the recognised blocks of an evaluated model; returns how many. Layer i has ``specs[i]``."""
+    blocks = list(model.layers)
+    if len(blocks) != len(specs):
+        return 0
+    layers = [_describe(block, spec) for block, spec in zip(blocks, specs, strict=True)]
+    index = 0
+    while index < len(blocks):
+        end = _end_of_stack(layers, index)
+        if end > index:
+            _fuse(blocks[index:end], layers[index:end], index)
+        index = max(end, index + 1)
+    return sum(layer is not None for layer in layers)
+
+
+def unfuse_blocks(model: nn.Module) -> None:
+    """Give every block its own class again."""
+    for block in model.layers:
+        if hasattr(type(block), "unfused_class"):
+            block.__class__ = type(block).unfused_class
+
+
+def _end_of_stack(layers: Sequence[DecoderLayer | None], index: int) -> int:
+    end = index
+    while end < len(layers) and end - index < _MAX_STACKED:
+        layer = layers[end]
+        if layer is None:
+            break
+        end += 1
+        if layer.gate is None:
+            break
+    return end
+
+
+def _fuse(blocks: Sequence[nn.Module], layers: Sequence[DecoderLayer | None], first: int) -> None:
+    stack = DecoderStack([layer for layer in layers if layer is not None])
+    for offset, (block, layer) in enumerate(zip(blocks, layers, strict=True)):
+        family = _FAMILIES[_name(block)]
+        has_experts = layer is not None and layer.gate is None
+        part = _Part(
+            first=first,
+            stack=stack if offset == 0 else None,
+            experts=family.experts if has_experts else None,
+            norm=family.mlp_norm,
+        )
+        object.__setattr__(block, "fused_part", part)
+        block.__class__ = _fused_class(type(block))
+
+
+def _fused_class(original: type[nn.Module]) -> type[nn.Module]:
+    def call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        if not isinstance(cache, PagedLayerCache):
+            plain: mx.array = original.__call__(self, x, mask, cache)
+            return plain
+        part: _Part = self.fused_part
+        if part.stack is not None:
+            x = _run(part.stack, x, cache, part.first)
+        if part.experts is not None:
+            normed = x if part.norm is None else self[part.norm](x)
+            x = x + self[part.experts](normed)
+        return x
+
+    return type(original.__name__, (original,), {"__call__": call, "unfused_class": original})
+
+
+def _run(stack: DecoderStack, x: mx.array, cache: PagedLayerCache, first: int) -> mx.array:
+    layers: Sequence[LayerPages] = cache.layers[first : first + stack.num_layers]
+    metadata = cache.metadata
+    hidden, keys, values = stack(
+        x,
+        metadata.positions,
+        metadata.slot_mapping,
+        metadata.block_tables,
+        metadata.q_starts,
+        metadata.kv_lens,
+        [layer.keys for layer in layers],
+        [layer.values for layer in layers],
+    )
+    for layer, new_keys, new_values in zip(layers, keys, values, strict=True):
+        layer.keys, layer.values = new_keys, new_values
+    return hidden
+
+
+def _name(module: nn.Module) -> str:
+    """File and class of an mlx-lm module: ``llama.TransformerBlock``."""
+    path, name = type(module).__module__, type(module).__name__
+    return f"{path.removeprefix('mlx_lm.models.')}.{name}" if path.startswith("mlx_lm.models.") else name
+
+
+def _describe(block: nn.Module, spec: LayerSpec) -> DecoderLayer | None:
+    """The block as a layer; None where it is not standard or its weights are in other formats."""
+    family = _FAMILIES.get(_name(block))
+    if family is None:
+        return None
+    try:
+        layer = DecoderLayer(
+            **_attention(block.self_attn, spec),
+            **_mlp(block),
+            attention_norm=_norm(block, family.attention_norm),
+            post_attention_norm=_norm(block, family.post_attention_norm),
+            mlp_norm=_norm(block, family.mlp_norm),
+            post_mlp_norm=_norm(block, family.post_mlp_norm),
+            activation=family.activation,
+            residual_multiplier=float(getattr(block, "residual_multiplier", 1.0)),
+        )
+    except _NotStandardError:
+        return None
+    return layer if can_stack(layer) else None
+
+
+def _attention(attention: nn.Module, spec: LayerSpec) -> dict[str, Any]:
+    heads = attention.n_heads if hasattr(attention, "n_heads") else attention.num_heads
+    dim, value_dim, kv_heads = spec.key_dim, spec.value_dim, spec.num_kv_heads
+    if "qkv_proj" in attention:
+        ends = [heads * dim, (heads + kv_heads) * dim, (heads + kv_heads) * dim + kv_heads * value_dim]
+        q, k, v = _split(attention.qkv_proj, ends)
+    else:
+        q, k, v = (_projection(attention[name]) for name in ("q_proj", "k_proj", "v_proj"))
+    return {
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "dim": dim,
+        "value_dim": value_dim,
+        "scale": float(attention.scale),
+        "window": spec.window,
+        "softcap": getattr(attention, "attn_logit_softcapping", None),
+        "q": q,
+        "k": k,
+        "v": v,
+        "o": _projection(attention.o_proj),
+        "q_norm": _norm(attention, "q_norm" if "q_norm" in attention else None),
+        "k_norm": _norm(attention, "k_norm" if "k_norm" in attention else None),
+        "rope": _rope(attention.rope),
+    }
+
+
+def _mlp(block: nn.Module) -> dict[str, Any]:
+    """Nothing for a block with experts."""
+    mlp = block.get("mlp")
+    if mlp is None or "switch_mlp" in mlp:
+        return {}
+    if "gate_up_proj" in mlp:
+        width = mlp.gate_up_proj["weight"].shape[0] // 2
+        gate, up = _split(mlp.gate_up_proj, [width, 2 * width])
+    else:
+        gate, up = _projection(mlp.gate_proj), _projection(mlp.up_proj)
+    return {"gate": gate, "up": up, "down": _projection(mlp.down_proj)}
+
+
+def _projection(layer: nn.Module, begin: int = 0, end: int | None = None) -> Projection:
+    bias = layer.get("bias")
+    if type(layer) is KernelLinear:
+        return Projection(layer["weight"], bias=bias, begin=begin, end=end)
+    if type(layer) is not KernelQuantizedLinear or layer.mode != "affine":
+        raise _NotStandardError
+    return Projection(
+        layer["weight"], layer["scales"], layer["biases"], layer.group_size, layer.bits, bias, begin, end
+    )
+
+
+def _split(layer: nn.Module, ends: Sequence[int]) -> list[Projection]:
+    """Consecutive outputs of one layer."""
+    return [_projection(layer, begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def _norm(module: nn.Module, name: str | None) -> Norm | None:
+    if name is None:
+        return None
+    norm = module[name]
+    if type(norm) is KernelRMSNorm:
+        return Norm(norm["weight"], norm.eps)
+    if _name(norm) in _OFFSET_NORMS:
+        return Norm(1.0 + norm["weight"], norm.eps)
+    raise _NotStandardError
+
+
+def _rope(rope: nn.Module) -> Rope | None:
+    name = type(rope).__name__
+    if _name(rope) == "smollm3.NoPE":
+        return None
+    if type(rope) is nn.RoPE:
+        half = rope.dims // 2
+        # As mx.fast.rope computes them from the base.
+        frequencies = mx.exp(mx.arange(0, -half, -1, dtype=mx.float32) * mx.array(log(rope.base) / half))
+        return Rope(frequencies, position_scale=rope.scale, is_interleaved=rope.traditional)
+    if name in _ROPES_WITH_TABLE and _name(rope) == f"rope_utils.{name}":
+        return Rope(
+            1.0 / rope._freqs,
+            input_scale=float(getattr(rope, "mscale", getattr(rope, "_scale", 1.0))),
+            is_interleaved=getattr(rope, "traditional", False),
+        )
+    raise _NotStandardError
