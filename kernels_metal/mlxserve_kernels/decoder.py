@@ -22,9 +22,7 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
-from mlxserve_kernels.dispatch import extension
-
-_FLOATS = (mx.float32, mx.float16, mx.bfloat16)
+from mlxserve_kernels.dispatch import FLOAT_TYPES, extension, reads_affine
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +45,8 @@ class Projection:
         if self.w.ndim != 2 or not self.w.size:
             return False
         if self.scales is None:
-            return self.biases is None and self.w.dtype in _FLOATS
-        return (
-            self.biases is not None
-            and self.bits in (4, 8)
-            and self.group_size in (32, 64, 128)
-            and self.scales.dtype in _FLOATS
-            and self.scales.dtype == self.biases.dtype
-        )
+            return self.biases is None and self.w.dtype in FLOAT_TYPES
+        return reads_affine(self.scales, self.biases, group_size=self.group_size, bits=self.bits)
 
 
 @dataclass(frozen=True, slots=True)

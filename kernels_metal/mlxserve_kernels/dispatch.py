@@ -20,6 +20,25 @@ IMPLEMENTATIONS = ("reference", "cpu")
 MAX_THREADS = 1024
 
 
+FLOAT_TYPES = (mx.float32, mx.float16, mx.bfloat16)
+"""What the extension widens as it reads: dense weights, scales, KV pages."""
+
+
+def reads_affine(
+    scales: mx.array | None, biases: mx.array | None, *, group_size: int, bits: int, mode: str = "affine"
+) -> bool:
+    """Whether the extension reads weights that are quantized so."""
+    return (
+        mode == "affine"
+        and bits in (4, 8)
+        and group_size in (32, 64, 128)
+        and scales is not None
+        and biases is not None
+        and scales.dtype in FLOAT_TYPES
+        and scales.dtype == biases.dtype
+    )
+
+
 @cache
 def extension() -> Any | None:
     """The configured C++ extension, or None where ``reference`` runs."""

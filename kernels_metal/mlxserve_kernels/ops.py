@@ -15,10 +15,8 @@ from __future__ import annotations
 import mlx.core as mx
 
 from mlxserve_kernels import reference
-from mlxserve_kernels.dispatch import extension
+from mlxserve_kernels.dispatch import FLOAT_TYPES, extension, reads_affine
 from mlxserve_kernels.dispatch import num_threads as num_threads
-
-_FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 
 
 def implementation() -> str:
@@ -64,15 +62,8 @@ def quantized_matmul(
     (3, 64)
     """
     cpu = extension()
-    if (
-        cpu is None
-        or biases is None
-        or x.dtype != mx.float32
-        or w.ndim != 2
-        or (mode, bits in (4, 8), group_size in (32, 64, 128)) != ("affine", True, True)
-        or scales.dtype not in _FLOATS
-        or scales.dtype != biases.dtype
-    ):
+    is_read = reads_affine(scales, biases, group_size=group_size, bits=bits, mode=mode)
+    if cpu is None or not is_read or x.dtype != mx.float32 or w.ndim != 2:
         return reference.quantized_matmul(x, w, scales, biases, group_size=group_size, bits=bits, mode=mode)
     y: mx.array = cpu.quantized_matmul(x, w, scales, biases, group_size, bits)
     return y
@@ -85,7 +76,7 @@ def linear(x: mx.array, w: mx.array) -> mx.array:
     (3, 5)
     """
     cpu = extension()
-    if cpu is None or x.dtype != mx.float32 or w.dtype not in _FLOATS or w.ndim != 2:
+    if cpu is None or x.dtype != mx.float32 or w.dtype not in FLOAT_TYPES or w.ndim != 2:
         return reference.linear(x, w)
     y: mx.array = cpu.linear(x, w)
     return y
@@ -108,15 +99,8 @@ def embed_rows(
     [[[2.0]]]
     """
     cpu = extension()
-    is_dense = scales is None and w.dtype in _FLOATS
-    is_affine = (
-        scales is not None
-        and biases is not None
-        and bits in (4, 8)
-        and group_size in (32, 64, 128)
-        and scales.dtype in _FLOATS
-        and scales.dtype == biases.dtype
-    )
+    is_dense = scales is None and w.dtype in FLOAT_TYPES
+    is_affine = reads_affine(scales, biases, group_size=group_size, bits=bits)
     if cpu is None or ids.dtype != mx.int32 or w.ndim != 2 or not (is_dense or is_affine):
         return reference.embed_rows(ids, w, scales, biases, group_size=group_size, bits=bits)
     rows: mx.array = cpu.embed_rows(ids, w, scales, biases, group_size, bits)
@@ -143,7 +127,7 @@ def rms_norm(x: mx.array, weight: mx.array | None, eps: float) -> mx.array:
     [[1.0, 2.0]]
     """
     cpu = extension()
-    if cpu is None or x.dtype != mx.float32 or (weight is not None and weight.dtype not in _FLOATS):
+    if cpu is None or x.dtype != mx.float32 or (weight is not None and weight.dtype not in FLOAT_TYPES):
         return reference.rms_norm(x, weight, eps)
     y: mx.array = cpu.rms_norm(x, weight, eps)
     return y

@@ -232,12 +232,12 @@ class AsyncEngine:
     def _serve(self, core: EngineCore) -> None:
         while True:
             mail = self._take_mail(core)
-            outputs = [output for output in map(core.abort, mail.aborts) if output is not None]
             if mail.is_closing:
                 return
+            outputs: list[TokenOutput] = []
             for request in mail.requests:
                 outputs += core.add(request)
-            # An abort may have come in the same mail as its request.
+            # After the requests: an abort may have come in the same mail as its own.
             outputs += [output for output in map(core.abort, mail.aborts) if output is not None]
             outputs += core.step()
             self._stats = core.stats()

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 
-from mlxserve.config import EngineConfig
+from mlxserve.config import DEFAULT_PAGE_SIZE, EngineConfig
 from mlxserve.engine.core import EngineCore
 from mlxserve.engine.model_target import ModelTarget
 from mlxserve.models.loader import LoadedModel
@@ -63,13 +64,8 @@ def read_bandwidth(num_threads: int) -> float:
 
 def measure(model: LoadedModel, shape: DecodeShape, *, read_rate: float) -> DecodeRun:
     """One run on a fresh engine."""
-    config = EngineConfig(max_running=shape.streams, prefix_cache=False)
-    target = ModelTarget(model, config.page_size)
-    num_tokens = shape.streams * (shape.prompt_tokens + shape.tokens + config.page_size)
-    config = EngineConfig(
-        max_running=shape.streams, prefix_cache=False, kv_pages=-(-num_tokens // config.page_size)
-    )
-    core = EngineCore(target, config, is_pipelined=ops.supports_steps_in_flight())
+    num_tokens = shape.streams * (shape.prompt_tokens + shape.tokens + DEFAULT_PAGE_SIZE)
+    core = _core(model, streams=shape.streams, num_tokens=num_tokens, prefix_cache=False)
     prompts = random_prompts(shape, model.vocab_size)
     started = time.perf_counter()
     for index, prompt in enumerate(prompts):
@@ -88,7 +84,8 @@ def measure(model: LoadedModel, shape: DecodeShape, *, read_rate: float) -> Deco
     assert decoding is not None
     decode_tok_s = (sum(counts.values()) - decoding) / max(ended - prefilled, 1e-9)
     context = shape.prompt_tokens + shape.tokens // 2
-    num_bytes = decode_weight_bytes(model) // shape.streams + target.page_bytes * context // config.page_size
+    kv_bytes = context * sum(spec.page_bytes(1) for spec in model.layers)
+    num_bytes = decode_weight_bytes(model) // shape.streams + kv_bytes
     return DecodeRun(
         streams=shape.streams,
         prefill_tok_s=shape.streams * shape.prompt_tokens / (prefilled - started),
@@ -109,10 +106,8 @@ class PrefixRun:
 
 def measure_prefix(model: LoadedModel, *, history_tokens: int, new_tokens: int) -> PrefixRun:
     """A conversation of ``history_tokens`` cold, then its next turn with ``new_tokens`` more."""
-    page_size = EngineConfig().page_size
-    num_pages = -(-(history_tokens + new_tokens + 2 * page_size) // page_size)
-    config = EngineConfig(max_running=1, kv_pages=num_pages)
-    core = EngineCore(ModelTarget(model, page_size), config, is_pipelined=ops.supports_steps_in_flight())
+    num_tokens = history_tokens + new_tokens + 2 * DEFAULT_PAGE_SIZE
+    core = _core(model, streams=1, num_tokens=num_tokens, prefix_cache=True)
     (history,) = random_prompts(DecodeShape(history_tokens + new_tokens, 1, 1), model.vocab_size)
     times, cached = [], 0
     for name, prompt in (("cold", history[:history_tokens]), ("next", history)):
@@ -123,6 +118,15 @@ def measure_prefix(model: LoadedModel, *, history_tokens: int, new_tokens: int) 
                 cached = output.num_cached_tokens
         times.append(time.perf_counter() - started)
     return PrefixRun(times[0], times[1], cached)
+
+
+def _core(model: LoadedModel, *, streams: int, num_tokens: int, prefix_cache: bool) -> EngineCore:
+    """An engine with pages for ``num_tokens``."""
+    config = EngineConfig(
+        max_running=streams, prefix_cache=prefix_cache, kv_pages=-(-num_tokens // DEFAULT_PAGE_SIZE)
+    )
+    target = ModelTarget(model, config.page_size)
+    return EngineCore(target, config, is_pipelined=ops.supports_steps_in_flight())
 
 
 def decode_weight_bytes(model: LoadedModel) -> int:
@@ -148,21 +152,22 @@ def median_run(runs: list[DecodeRun]) -> DecodeRun:
     return DecodeRun(**(medians | {"streams": runs[0].streams, "bytes_per_token": runs[0].bytes_per_token}))
 
 
-def mlx_lm_runner(folder: Path) -> Callable[[DecodeShape], tuple[float, float]]:
-    """Stock mlx-lm on the same folder with float32 activations: a function from a shape (one stream) to
-    (prefill tok/s, decode tok/s)."""
-    from mlx.utils import tree_map
-    from mlx_lm.models.cache import make_prompt_cache
+def load_stock_float32(folder: Path) -> nn.Module:
+    """The model as mlx-lm itself loads it, with float32 activations."""
     from mlx_lm.utils import load_model
 
     module, _ = load_model(folder)
-    module.update(
-        tree_map(
-            lambda array: array.astype(mx.float32) if mx.issubdtype(array.dtype, mx.floating) else array,
-            module.parameters(),
-        )
-    )
+    module.set_dtype(mx.float32)
     mx.eval(module.parameters())
+    return module
+
+
+def mlx_lm_runner(folder: Path) -> Callable[[DecodeShape], tuple[float, float]]:
+    """Stock mlx-lm on the same folder with float32 activations: a function from a shape (one stream) to
+    (prefill tok/s, decode tok/s)."""
+    from mlx_lm.models.cache import make_prompt_cache
+
+    module = load_stock_float32(folder)
     vocab_size = int(module.args.vocab_size)
 
     def run(shape: DecodeShape) -> tuple[float, float]:

@@ -165,10 +165,7 @@ class EngineCore:
     def _fail_broken(self, batch: ScheduledBatch, samples: list[int]) -> list[TokenOutput]:
         """End the sequences whose logits were not numbers, before their samples are taken in."""
         outputs: list[TokenOutput] = []
-        position = 0
-        for row in batch.rows:
-            sampled = samples[position : position + row.num_sampled]
-            position += row.num_sampled
+        for row, sampled in batch.split(samples):
             request_id = row.sequence.request.request_id
             if any(token < 0 for token in sampled) and request_id in self._sequences:
                 error = RequestFailedError("the model produced a NaN for this request")

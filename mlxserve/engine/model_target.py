@@ -8,7 +8,7 @@ from mlxserve.engine.scheduler import ScheduledBatch
 from mlxserve.engine.sequence import Sequence
 from mlxserve.engine.target import StepInputs
 from mlxserve.models.loader import LoadedModel
-from mlxserve.models.paged import LayerPages, PagedCaches, PagedMetadata
+from mlxserve.models.paged import LayerPages, PagedCaches
 from mlxserve.types import GenerationRequest
 from mlxserve_kernels import ops
 
@@ -33,16 +33,9 @@ class ModelTarget:
             layer.keys, layer.values = ops.copy_pages(layer.keys, layer.values, sources, targets)
 
     def forward(self, batch: ScheduledBatch, inputs: StepInputs) -> mx.array:
-        metadata = PagedMetadata(
-            positions=inputs.positions,
-            slot_mapping=inputs.slot_mapping,
-            block_tables=inputs.block_tables,
-            q_starts=inputs.q_starts,
-            kv_lens=inputs.kv_lens,
-        )
         # A chunk that samples nothing still sends one row to the end, to tell when it is done.
         rows = inputs.sampled_rows if batch.num_sampled else mx.array([0], dtype=mx.int32)
-        caches = PagedCaches(self._layers, metadata, rows)
+        caches = PagedCaches(self._layers, inputs, rows)
         logits = self._model.forward(inputs.token_ids, caches)
         return logits if batch.num_sampled else logits[0, :1]
 

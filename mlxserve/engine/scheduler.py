@@ -72,6 +72,14 @@ class ScheduledBatch:
     def num_sampled(self) -> int:
         return sum(row.num_sampled for row in self.rows)
 
+    def split(self, samples: list[int]) -> Iterator[tuple[ScheduledSequence, list[int]]]:
+        """The sampled runs, each with its share of the step's samples."""
+        position = 0
+        for row in self.rows:
+            if row.num_sampled:
+                yield row, samples[position : position + row.num_sampled]
+                position += row.num_sampled
+
     @property
     def num_prefill_tokens(self) -> int:
         return sum(row.num_tokens for row in self.rows if row.is_prefill)
@@ -131,14 +139,11 @@ class Scheduler:
 
     def commit(self, batch: ScheduledBatch, samples: list[int]) -> list[TokenOutput]:
         """Take in the samples of a launched batch, in the order of its sampled rows."""
-        outputs: list[TokenOutput] = []
-        position = 0
-        for row in batch.rows:
-            sampled = samples[position : position + row.num_sampled]
-            position += row.num_sampled
-            if row.num_sampled and row.sequence.status is not SequenceStatus.FINISHED:
-                outputs.append(self._accept(row, sampled))
-        return outputs
+        return [
+            self._accept(row, sampled)
+            for row, sampled in batch.split(samples)
+            if row.sequence.status is not SequenceStatus.FINISHED
+        ]
 
     def abort(self, sequence: Sequence, error: MlxserveError | None = None) -> TokenOutput:
         """End a live sequence now. A step in flight that has it is ignored at its commit."""

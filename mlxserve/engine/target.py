@@ -9,28 +9,19 @@ import mlx.core as mx
 
 from mlxserve.engine.scheduler import ScheduledBatch
 from mlxserve.engine.sequence import Sequence
+from mlxserve.models.paged import PagedMetadata
 from mlxserve.types import GenerationRequest
 
 
 @dataclass(frozen=True, slots=True)
-class StepInputs:
+class StepInputs(PagedMetadata):
     """The arrays of one step; all int32. T tokens in S runs, R of the tokens sampled.
 
     token_ids    [T]     inputs, runs one after the other
-    positions    [T]     position of each token in its sequence
-    slot_mapping [T]     page * page_size + offset, where its key and value go
-    block_tables [S, P]  pages of each run's sequence, padded with 0
-    q_starts     [S+1]   run s is tokens q_starts[s] : q_starts[s+1]
-    kv_lens      [S]     keys of the sequence up to and including the run
     sampled_rows [R]     which tokens are sampled
     """
 
     token_ids: mx.array
-    positions: mx.array
-    slot_mapping: mx.array
-    block_tables: mx.array
-    q_starts: mx.array
-    kv_lens: mx.array
     sampled_rows: mx.array
 
 

@@ -20,7 +20,13 @@ from mlxserve.errors import MlxserveError, ModelLoadError, UnsupportedModelError
 from mlxserve.json_file import read_json_object
 from mlxserve.models.architectures import config_fields
 from mlxserve.models.fused import fuse_blocks, unfuse_blocks
-from mlxserve.models.layers import use_kernels
+from mlxserve.models.layers import (
+    KernelEmbedding,
+    KernelLinear,
+    KernelQuantizedEmbedding,
+    KernelQuantizedLinear,
+    use_kernels,
+)
 from mlxserve.models.paged import (
     LayerPages,
     LayerSpec,
@@ -31,10 +37,12 @@ from mlxserve.models.paged import (
 )
 from mlxserve.models.rope_config import settle_rope
 from mlxserve.models.safetensors_file import read_tensors
+from mlxserve_kernels.dispatch import reads_affine
 
 logger = logging.getLogger(__name__)
 
-_PROBE_LENGTH = 6
+_PROBE_IDS = (3, 1, 4, 1, 5, 2)
+"""Ids that every vocabulary has; several different ones, so that a lost position shows."""
 _PROBE_CHUNKS = (4, 1, 1)
 _TOLERANCE = {mx.float32: 2e-3, mx.float16: 5e-2, mx.bfloat16: 2e-1}
 """Largest difference of logits, relative to their largest, between our path and mlx-lm's own."""
@@ -152,27 +160,36 @@ def _activation_dtype(module: nn.Module) -> mx.Dtype:
 
 
 def _convert_parameters(module: nn.Module, dtype: mx.Dtype) -> None:
-    """Bring floating parameters to the dtype of the activations. On the CPU, dense matrices and affine
-    4/8-bit scales stay narrow, or become so where that is exact: their kernels widen them as they read,
-    and fewer bytes are read a token."""
+    """Bring floating parameters to the dtype of the activations. On the CPU, dense matrices and the scales
+    of affine layers that our kernels read stay narrow, or become so where that is exact: the kernels widen
+    them, and fewer bytes are read a token."""
     for _, layer in module.named_modules():
-        is_dense = type(layer).__name__ in ("KernelLinear", "KernelEmbedding")
-        is_affine = getattr(layer, "mode", None) == "affine" and getattr(layer, "bits", None) in (4, 8)
+        kept = _narrow_parameters(layer) if dtype == mx.float32 else ()
         for name, array in list(layer.items()):
-            if not isinstance(array, mx.array) or not mx.issubdtype(array.dtype, mx.floating):
-                continue
-            if dtype == mx.float32 and is_affine and name in ("scales", "biases"):
-                layer[name] = _narrowest(array)
-            elif not (dtype == mx.float32 and is_dense and name == "weight"):
+            is_float = isinstance(array, mx.array) and mx.issubdtype(array.dtype, mx.floating)
+            if is_float and name not in kept:
                 layer[name] = array.astype(dtype)
 
 
-def _narrowest(array: mx.array) -> mx.array:
-    """As float16 where every value is one; evaluated."""
-    narrow = array.astype(mx.float16)
-    if array.dtype == mx.float32 and mx.array_equal(narrow.astype(mx.float32), array).item():
-        return narrow
-    return array
+def _narrow_parameters(layer: nn.Module) -> tuple[str, ...]:
+    """The parameters that our float32 kernels read as they are, by now as narrow as is exact."""
+    if isinstance(layer, KernelLinear | KernelEmbedding):
+        return ("weight",)
+    if not isinstance(layer, KernelQuantizedLinear | KernelQuantizedEmbedding):
+        return ()
+    scales, biases = layer["scales"], layer.get("biases")
+    if not reads_affine(scales, biases, group_size=layer.group_size, bits=layer.bits, mode=layer.mode):
+        return ()
+    # Both or neither: the kernels want one dtype.
+    if all(_is_float16(array) for array in (scales, biases)):
+        layer["scales"], layer["biases"] = scales.astype(mx.float16), biases.astype(mx.float16)
+    return ("scales", "biases")
+
+
+def _is_float16(array: mx.array) -> bool:
+    """Whether every value of a float32 array is a float16 as well. Evaluates it."""
+    narrow = array.astype(mx.float16).astype(mx.float32)
+    return array.dtype == mx.float32 and bool(mx.array_equal(narrow, array).item())
 
 
 def _evaluate_by_layer(module: nn.Module) -> None:
@@ -208,20 +225,15 @@ def _probe_plain(module: nn.Module, windows: list[int | None]) -> tuple[tuple[La
     """Run mlx-lm's own path on a few tokens: the shapes of keys and values, and the logits [L, V]."""
     caches = _make_caches(module)
     with _as_unsupported("it fails in mlx-lm itself"):
-        logits = module(_probe_tokens()[None], caches)[0]
+        logits = module(mx.array([_PROBE_IDS], dtype=mx.int32), caches)[0]
         mx.eval(logits)
     specs = []
     for cache, window in zip(caches, windows, strict=True):
-        if cache.keys is None or cache.values is None or cache.offset != _PROBE_LENGTH:
+        if cache.keys is None or cache.values is None or cache.offset != len(_PROBE_IDS):
             raise UnsupportedModelError("a layer does not cache one key and value a token")
         _, num_heads, _, key_dim = cache.keys.shape
         specs.append(LayerSpec(num_heads, key_dim, cache.values.shape[-1], cache.keys.dtype, window))
     return tuple(specs), logits
-
-
-def _probe_tokens() -> mx.array:
-    # Ids that every vocabulary has; several different ones, so that a lost position shows.
-    return mx.array([3, 1, 4, 1, 5, 2][:_PROBE_LENGTH], dtype=mx.int32)
 
 
 def _check_paged(model: LoadedModel, expected: mx.array) -> None:
@@ -230,8 +242,8 @@ def _check_paged(model: LoadedModel, expected: mx.array) -> None:
     pages = [LayerPages(spec, page_size) for spec in model.layers]
     for layer in pages:
         layer.resize(4)
-    # Two sequences with the same tokens on different pages, the second one behind by a chunk.
-    tokens = _probe_tokens()
+    # Two sequences with the same tokens, one after the other on different pages.
+    tokens = mx.array(_PROBE_IDS, dtype=mx.int32)
     with _as_unsupported("its attention does not run on pages"):
         rows = _probe_paged(model, tokens, pages, block_table=(2, 1), page_size=page_size)
         other = _probe_paged(model, tokens, pages, block_table=(0, 3), page_size=page_size)

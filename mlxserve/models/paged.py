@@ -23,7 +23,14 @@ from mlxserve_kernels import ops
 
 @dataclass(frozen=True, slots=True)
 class PagedMetadata:
-    """Where the rows of a forward are. int32; shapes as in ``ops.paged_attention``."""
+    """Where the rows of a forward are: T tokens in S runs, each of one sequence. All int32.
+
+    positions    [T]     position of each token in its sequence
+    slot_mapping [T]     page * page_size + offset, where its key and value go
+    block_tables [S, P]  pages of each run's sequence, padded with 0
+    q_starts     [S+1]   run s is tokens q_starts[s] : q_starts[s+1]
+    kv_lens      [S]     keys of the sequence up to and including the run
+    """
 
     positions: mx.array
     slot_mapping: mx.array

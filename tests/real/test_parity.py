@@ -13,11 +13,10 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from mlx.utils import tree_map
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.utils import load_model as load_stock
 
 from mlxserve.config import EngineConfig
+from mlxserve.engine.benchmark import load_stock_float32
 from mlxserve.engine.served_model import ServedModel, open_folder
 from mlxserve.types import GenerationRequest, SamplingParams
 
@@ -50,12 +49,7 @@ def references(smollm2_folder: Path) -> list[Reference]:
     served = open_folder(smollm2_folder, "smollm2", EngineConfig(kv_pages=8))
     prompts = [_prompt(served, question) for question in QUESTIONS]
     asyncio.run(served.close())
-    module, _ = load_stock(smollm2_folder)
-    module.update(
-        tree_map(
-            lambda a: a.astype(mx.float32) if mx.issubdtype(a.dtype, mx.floating) else a, module.parameters()
-        )
-    )
+    module = load_stock_float32(smollm2_folder)
     return [_stock_greedy(module, prompt) for prompt in prompts]
 
 
