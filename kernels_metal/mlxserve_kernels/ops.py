@@ -146,12 +146,25 @@ def silu_mul(gate: mx.array, up: mx.array) -> mx.array:
     return y
 
 
+def resize_rows(a: mx.array, num_rows: int) -> mx.array:
+    """A copy of the first ``num_rows`` of a [N, ...], zeros behind where N is smaller; evaluated. The extension
+    puts it into memory that is read faster from end to end (large pages, aligned): for weights and pools.
+
+    >>> resize_rows(mx.array([1.0, 2.0]), 3).tolist()
+    [1.0, 2.0, 0.0]
+    """
+    cpu = extension()
+    resized: mx.array = reference.resize_rows(a, num_rows) if cpu is None else cpu.resize_rows(a, num_rows)
+    mx.eval(resized)
+    return resized
+
+
 def write_pages(
     k_pool: mx.array, v_pool: mx.array, k: mx.array, v: mx.array, slot_mapping: mx.array
 ) -> tuple[mx.array, mx.array]:
     """Write rows of keys and values to their slots; returns the pools' new handles.
 
-    k_pool [P, H, page_size, D], v_pool [P, H, page_size, Dv]: two buffers, contiguous, never the same;
+    k_pool [P, H, D, page_size], v_pool [P, H, page_size, Dv]: two buffers, contiguous, never the same;
     k [T, H, D], v [T, H, Dv]: converted to the pool's dtype; slot_mapping int32 [T]: row t goes to page
     ``slot // page_size``, slot ``slot % page_size``. Slots of one call must differ from each other.
 
@@ -206,7 +219,7 @@ def paged_attention(
 ) -> mx.array:
     """Causal attention of several sequences over keys and values in pages. Returns [T, H, Dv], dtype of q.
 
-    q [T, H, D]; pools [P, H_kv, page_size, D] and [P, H_kv, page_size, Dv], H a multiple of H_kv (head h
+    q [T, H, D]; pools [P, H_kv, D, page_size] and [P, H_kv, page_size, Dv], H a multiple of H_kv (head h
     reads kv head ``h // (H / H_kv)``); block_tables int32 [S, max_pages]; q_starts int32 [S + 1], from 0,
     ascending, at most T; kv_lens int32 [S].
     Rows ``q_starts[s]:q_starts[s + 1]`` belong to sequence s and are the last of its ``kv_lens[s]`` tokens:
@@ -218,9 +231,10 @@ def paged_attention(
     adds one logit a head to the softmax's denominator. Softmax in float32, online over blocks of keys at
     fixed positions.
 
-    >>> pool, index = mx.ones((1, 1, 4, 8)), lambda *ids: mx.array(ids, dtype=mx.int32)
+    >>> keys, values = mx.ones((1, 1, 8, 4)), mx.ones((1, 1, 4, 8))
+    >>> def index(*ids): return mx.array(ids, dtype=mx.int32)
     >>> paged_attention(
-    ...     mx.ones((3, 2, 8)), pool, pool, index(0).reshape(1, 1), index(0, 3), index(3), scale=1.0
+    ...     mx.ones((3, 2, 8)), keys, values, index(0).reshape(1, 1), index(0, 3), index(3), scale=1.0
     ... ).shape
     (3, 2, 8)
     """

@@ -58,12 +58,18 @@ def silu_mul(gate: mx.array, up: mx.array) -> mx.array:
     return gate * mx.sigmoid(gate) * up
 
 
+def resize_rows(a: mx.array, num_rows: int) -> mx.array:
+    kept = a[:num_rows]
+    new = num_rows - kept.shape[0]
+    return mx.concatenate([kept, mx.zeros((new, *a.shape[1:]), dtype=a.dtype)])
+
+
 def write_pages(
     k_pool: mx.array, v_pool: mx.array, k: mx.array, v: mx.array, slot_mapping: mx.array
 ) -> tuple[mx.array, mx.array]:
-    page_size = k_pool.shape[2]
+    page_size = k_pool.shape[3]
     pages, slots = slot_mapping // page_size, slot_mapping % page_size
-    k_pool[pages, :, slots] = k.astype(k_pool.dtype)
+    k_pool[pages, :, :, slots] = k.astype(k_pool.dtype)
     v_pool[pages, :, slots] = v.astype(v_pool.dtype)
     return k_pool, v_pool
 
@@ -95,9 +101,10 @@ def paged_attention(
         rows = q[starts[index] : starts[index + 1]]
         if not rows.shape[0]:
             continue
-        num_pages = -(-kv_len // k_pool.shape[2])
+        num_pages = -(-kv_len // k_pool.shape[3])
         pages = block_tables[index, :num_pages]
-        keys, values = (_gather(pool, pages, kv_len).astype(q.dtype) for pool in (k_pool, v_pool))
+        keys = _gather(k_pool[pages].swapaxes(2, 3), kv_len).astype(q.dtype)
+        values = _gather(v_pool[pages], kv_len).astype(q.dtype)
         outputs.append(_attend(rows, keys, values, scale, window, softcap, sinks))
     outputs.append(mx.zeros((q.shape[0] - starts[-1], q.shape[1], v_pool.shape[3]), dtype=q.dtype))
     return mx.concatenate(outputs)
@@ -107,9 +114,9 @@ def _ints(ids: mx.array) -> list[int]:
     return [int(value) for value in np.asarray(ids)]
 
 
-def _gather(pool: mx.array, pages: mx.array, kv_len: int) -> mx.array:
-    """[H, kv_len, D] of one sequence."""
-    taken = pool[pages].transpose(1, 0, 2, 3)
+def _gather(pages: mx.array, kv_len: int) -> mx.array:
+    """[H, kv_len, D] of the pages [P, H, page_size, D] of one sequence."""
+    taken = pages.transpose(1, 0, 2, 3)
     return taken.reshape(taken.shape[0], -1, taken.shape[3])[:, :kv_len]
 
 

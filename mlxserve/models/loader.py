@@ -37,6 +37,7 @@ from mlxserve.models.paged import (
 )
 from mlxserve.models.rope_config import settle_rope
 from mlxserve.models.safetensors_file import read_tensors
+from mlxserve_kernels import ops
 from mlxserve_kernels.dispatch import reads_affine
 
 logger = logging.getLogger(__name__)
@@ -193,9 +194,12 @@ def _is_float16(array: mx.array) -> bool:
 
 
 def _evaluate_by_layer(module: nn.Module) -> None:
-    """Read the weights part by part, so that no more than one part is held twice."""
+    """Read the weights array by array into the memory that kernels read best, so that no more than one
+    array is held twice."""
     for _, layer in module.named_modules():
-        mx.eval([array for array in layer.values() if isinstance(array, mx.array)])
+        for name, array in list(layer.items()):
+            if isinstance(array, mx.array) and array.ndim:
+                layer[name] = ops.resize_rows(array, array.shape[0])
     mx.eval(module.parameters())
 
 

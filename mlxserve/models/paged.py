@@ -54,27 +54,20 @@ class LayerSpec:
 
 
 class LayerPages:
-    """The page tensors of one layer: keys [P, H, page, D], values [P, H, page, Dv].
+    """The page tensors of one layer: keys [P, H, D, page], values [P, H, page, Dv].
 
     Always the newest handle: a writer replaces both, and keeps no other.
     """
 
     def __init__(self, spec: LayerSpec, page_size: int) -> None:
         self.spec = spec
-        self._page_size = page_size
-        self.keys = self._zeros(0, spec.key_dim)
-        self.values = self._zeros(0, spec.value_dim)
+        self.keys = mx.zeros((0, spec.num_kv_heads, spec.key_dim, page_size), dtype=spec.dtype)
+        self.values = mx.zeros((0, spec.num_kv_heads, page_size, spec.value_dim), dtype=spec.dtype)
 
     def resize(self, num_pages: int) -> None:
         """Grow or shrink to ``num_pages``, keeping the first ones; evaluated at once."""
-        kept = min(num_pages, self.keys.shape[0])
-        new = num_pages - kept
-        self.keys = mx.concatenate([self.keys[:kept], self._zeros(new, self.spec.key_dim)])
-        self.values = mx.concatenate([self.values[:kept], self._zeros(new, self.spec.value_dim)])
-        mx.eval(self.keys, self.values)
-
-    def _zeros(self, num_pages: int, dim: int) -> mx.array:
-        return mx.zeros((num_pages, self.spec.num_kv_heads, self._page_size, dim), dtype=self.spec.dtype)
+        self.keys = ops.resize_rows(self.keys, num_pages)
+        self.values = ops.resize_rows(self.values, num_pages)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,8 @@
 // dimensions, a value one fma chain over the keys of a block. So a row's bits depend on its own context alone.
 //
 // "Rows" here are pairs of a query row and one of the heads that share the kv head: row r is query r / G,
-// head r % G. They are computed in tiles of up to AR, keys and values of a block are gathered once for all.
+// head r % G. They are computed in tiles of up to AR. Pages hold keys as [dim][page], values as [page][dim], so
+// that both are read in place where they are float32 in pages of whole vectors; else a block is widened once.
 
 constexpr long KB = 64;
 constexpr int AR = 6, AV = W == 16 ? 4 : 2;
@@ -37,15 +38,16 @@ struct State {
 };
 
 struct Block {
-  long begin;             // position of its first key
-  long from, to;          // keys of it that some row sees
-  float* keys;            // [dim][KB]
-  const float* value[KB]; // rows of at least width() floats
+  long begin;     // position of its first key
+  long from, to;  // keys of it that some row sees
+  const float* key[KB / W];  // vector v of dimension d is at key[v] + d * key_stride
+  long key_stride;
+  const float* value[KB];    // rows of at least width() floats
 };
 
 static std::size_t attention_scratch_floats(const Attention& a, long query_rows) {
   AttentionShape s(a, query_rows);
-  return aligned((s.rows + AR) * a.dim) + 2 * aligned(s.state()) + KB * (2 * a.dim + s.width() + AR) + aligned(a.dim);
+  return aligned((s.rows + AR) * a.dim) + 2 * aligned(s.state()) + KB * (a.dim + s.width() + AR);
 }
 
 static std::size_t partial_floats(const Attention& a, long query_rows) {
@@ -62,11 +64,12 @@ INLINE Range seen(const Attention& a, const AttentionItem& item, long i) {
   return {a.window ? most(0, end - a.window) : 0, end};
 }
 
-INLINE const char* row_of(const Attention& a, const void* pool, const AttentionItem& item, long position,
-                          long dim) {
+INLINE long item_size(Format format) { return format == Format::float32 ? 4 : 2; }
+
+INLINE const char* value_at(const Attention& a, const AttentionItem& item, long position) {
   long page = a.block_tables[item.sequence * a.max_pages + position / a.page];
   long row = (page * a.kv_heads + item.kv_head) * a.page + position % a.page;
-  return (const char*)pool + row * dim * (a.format == Format::float32 ? 4 : 2);
+  return (const char*)a.values + row * a.value_dim * item_size(a.format);
 }
 
 INLINE void widen(const char* from, Format format, long n, float* to) {
@@ -80,104 +83,88 @@ INLINE void widen(const char* from, Format format, long n, float* to) {
   for (; i < n; ++i) to[i] = load_scalar(from, format, i);
 }
 
-// rows[0 .. W)[d .. d + W) into out[d][0 .. W), a row of out being KB floats.
-INLINE void transpose(const float* const* rows, long d, float* out) {
-#if defined(MLXSERVE_AVX512)
-  __m512 a[16], b[16];
-  for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_ps(rows[i] + d);
-  for (int i = 0; i < 16; i += 2) {
-    b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]);
-    b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
-  }
-  for (int i = 0; i < 16; i += 4)
-    for (int j = 0; j < 2; ++j) {
-      a[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(b[i + j]), _mm512_castps_pd(b[i + 2 + j])));
-      a[i + 2 * j + 1] =
-          _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(b[i + j]), _mm512_castps_pd(b[i + 2 + j])));
-    }
-  // a[4 g + c] holds column 4 l + c of rows 4 g .. 4 g + 3 in its 128-bit lane l.
-  for (int c = 0; c < 4; ++c) {
-    __m512 low01 = _mm512_shuffle_f32x4(a[c], a[4 + c], 0x44), high01 = _mm512_shuffle_f32x4(a[c], a[4 + c], 0xee);
-    __m512 low23 = _mm512_shuffle_f32x4(a[8 + c], a[12 + c], 0x44);
-    __m512 high23 = _mm512_shuffle_f32x4(a[8 + c], a[12 + c], 0xee);
-    _mm512_storeu_ps(out + (d + c) * KB, _mm512_shuffle_f32x4(low01, low23, 0x88));
-    _mm512_storeu_ps(out + (d + 4 + c) * KB, _mm512_shuffle_f32x4(low01, low23, 0xdd));
-    _mm512_storeu_ps(out + (d + 8 + c) * KB, _mm512_shuffle_f32x4(high01, high23, 0x88));
-    _mm512_storeu_ps(out + (d + 12 + c) * KB, _mm512_shuffle_f32x4(high01, high23, 0xdd));
-  }
-#else
-  for (long i = 0; i < W; i += 4)
-    for (long j = 0; j < W; j += 4) {
-      typedef int i4 __attribute__((vector_size(16)));
-      typedef float v4u __attribute__((vector_size(16), aligned(4), may_alias));
-      v4 r0 = (v4) * (const v4u*)(rows[i] + d + j), r1 = (v4) * (const v4u*)(rows[i + 1] + d + j);
-      v4 r2 = (v4) * (const v4u*)(rows[i + 2] + d + j), r3 = (v4) * (const v4u*)(rows[i + 3] + d + j);
-      v4 t0 = __builtin_shuffle(r0, r1, (i4){0, 4, 1, 5}), t1 = __builtin_shuffle(r0, r1, (i4){2, 6, 3, 7});
-      v4 t2 = __builtin_shuffle(r2, r3, (i4){0, 4, 1, 5}), t3 = __builtin_shuffle(r2, r3, (i4){2, 6, 3, 7});
-      *(v4u*)(out + (d + j) * KB + i) = (v4u)__builtin_shuffle(t0, t2, (i4){0, 1, 4, 5});
-      *(v4u*)(out + (d + j + 1) * KB + i) = (v4u)__builtin_shuffle(t0, t2, (i4){2, 3, 6, 7});
-      *(v4u*)(out + (d + j + 2) * KB + i) = (v4u)__builtin_shuffle(t1, t3, (i4){0, 1, 4, 5});
-      *(v4u*)(out + (d + j + 3) * KB + i) = (v4u)__builtin_shuffle(t1, t3, (i4){2, 3, 6, 7});
-    }
-#endif
+// Dimension 0 of the key at a position; dimension d is d * page items on, the next position of the page is next.
+INLINE const char* key_at(const Attention& a, const AttentionItem& item, long position) {
+  long page = a.block_tables[item.sequence * a.max_pages + position / a.page];
+  long row = (page * a.kv_heads + item.kv_head) * a.dim;
+  return (const char*)a.keys + (row * a.page + position % a.page) * item_size(a.format);
 }
 
 // Asks for the next block of keys and values: in decode each is read once, and pages lie anywhere.
 INLINE void prefetch(const Attention& a, const AttentionItem& item, long position, long end) {
-  long item_size = a.format == Format::float32 ? 4 : 2;
+  const long size = item_size(a.format);
+  if (a.page % KB == 0 || KB % a.page == 0)
+    for (long p = position; p < end; p += 64 / size)
+      for (long d = 0; d < a.dim; ++d) __builtin_prefetch(key_at(a, item, p) + d * a.page * size, 0, 2);
   for (; position < end; ++position) {
-    const char* key = row_of(a, a.keys, item, position, a.dim);
-    const char* value = row_of(a, a.values, item, position, a.value_dim);
-    for (long i = 0; i < a.dim * item_size; i += 64) __builtin_prefetch(key + i, 0, 2);
-    for (long i = 0; i < a.value_dim * item_size; i += 64) __builtin_prefetch(value + i, 0, 2);
+    const char* value = value_at(a, item, position);
+    for (long i = 0; i < a.value_dim * size; i += 64) __builtin_prefetch(value + i, 0, 2);
   }
 }
 
-// Keys outside of [from, to) become zeros: what lies in their slots is never read.
-static void gather(const Attention& a, const AttentionItem& item, Block& block, float* key_rows, float* value_rows,
-                   float* zeros) {
-  long width = AttentionShape(a, 1).width();
-  const float* rows[KB];
-  for (long j = 0; j < KB; ++j) {
-    if (j < block.from || j >= block.to) {
-      rows[j] = zeros;
-      block.value[j] = nullptr;
-      continue;
-    }
-    const char* key = row_of(a, a.keys, item, block.begin + j, a.dim);
-    const char* value = row_of(a, a.values, item, block.begin + j, a.value_dim);
-    if (a.format == Format::float32) {
-      rows[j] = (const float*)key;
+INLINE vf load_widened(const char* from, Format format) {
+  if (format == Format::float32) return load((const float*)from);
+  return format == Format::float16 ? load_half((const uint16_t*)from) : load_bfloat((const uint16_t*)from);
+}
+
+// Points the block to its keys. Vectors wholly outside of [from, to) get another one of the block: their scores
+// are never used.
+static void find_keys(const Attention& a, const AttentionItem& item, Block& block, float* buffer) {
+  const bool is_whole = a.page % W == 0;
+  const long size = item_size(a.format);
+  const bool is_direct = is_whole && a.format == Format::float32;
+  block.key_stride = is_direct ? a.page : KB;
+  const float* inside = nullptr;
+  for (long v = 0; v < KB / W; ++v) {
+    block.key[v] = nullptr;
+    if ((v + 1) * W <= block.from || v * W >= block.to) continue;
+    float* to = buffer + v * W;
+    if (is_direct) {
+      block.key[v] = (const float*)key_at(a, item, block.begin + v * W);
+    } else if (is_whole) {
+      const char* from = key_at(a, item, block.begin + v * W);
+      for (long d = 0; d < a.dim; ++d) store(to + d * KB, load_widened(from + d * a.page * size, a.format));
+      block.key[v] = to;
     } else {
-      widen(key, a.format, a.dim, key_rows + j * a.dim);
-      rows[j] = key_rows + j * a.dim;
+      for (long d = 0; d < a.dim; ++d) store(to + d * KB, (vf){});
+      for (long j = most(v * W, block.from); j < least((v + 1) * W, block.to); ++j) {
+        const char* from = key_at(a, item, block.begin + j);
+        for (long d = 0; d < a.dim; ++d)
+          to[d * KB + j - v * W] = load_scalar(from + d * a.page * size, a.format, 0);
+      }
+      block.key[v] = to;
     }
+    inside = block.key[v];
+  }
+  for (const float*& key : block.key)
+    if (!key) key = inside;
+}
+
+static void find_values(const Attention& a, const AttentionItem& item, Block& block, float* buffer) {
+  const long width = AttentionShape(a, 1).width();
+  for (long j = block.from; j < block.to; ++j) {
+    const char* value = value_at(a, item, block.begin + j);
     if (a.format == Format::float32 && a.value_dim == width) {
       block.value[j] = (const float*)value;
     } else {
-      float* to = value_rows + j * width;
+      float* to = buffer + j * width;
       widen(value, a.format, a.value_dim, to);
       for (long i = a.value_dim; i < width; ++i) to[i] = 0;
       block.value[j] = to;
     }
   }
-  for (long j = 0; j < KB; j += W) {
-    long d = 0;
-    for (; d + W <= a.dim; d += W) transpose(rows + j, d, block.keys + j);
-    for (; d < a.dim; ++d)
-      for (long l = 0; l < W; ++l) block.keys[d * KB + j + l] = rows[j + l][d];
-  }
 }
 
 template <int R>
-INLINE void scores_of(const float* q, const float* keys, long dim, float* scores) {
+INLINE void scores_of(const float* q, const Block& block, long dim, float* scores) {
   for (long j = 0; j < KB; j += AV * W) {
+    const float* const* key = block.key + j / W;
     vf acc[R][AV];
     for (int r = 0; r < R; ++r)
       for (int v = 0; v < AV; ++v) acc[r][v] = (vf){};
     for (long d = 0; d < dim; ++d) {
       vf k[AV];
-      for (int v = 0; v < AV; ++v) k[v] = load(keys + d * KB + j + v * W);
+      for (int v = 0; v < AV; ++v) k[v] = load(key[v] + d * block.key_stride);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
         vf x = splat(q[d * R + r]);
@@ -257,7 +244,7 @@ static void attend_tile(const Attention& a, const AttentionItem& item, const Blo
     same &= from[r] == from[0] && to[r] == to[0];
   }
   if (!any) return;
-  scores_of<R>(q + first * a.dim, block.keys, a.dim, scores);
+  scores_of<R>(q + first * a.dim, block, a.dim, scores);
   float factors[R];
   for (int r = 0; r < R; ++r)
     factors[r] = from[r] < to[r] ? weigh(scores + r * KB, from[r], to[r], a.softcap, state.largest[first + r],
@@ -287,17 +274,14 @@ static void pack_queries(const Attention& a, const AttentionItem& item, float* p
 }
 
 struct Scratch {
-  float *packed, *keys, *key_rows, *value_rows, *scores, *zeros, *rest;
+  float *packed, *keys, *value_rows, *scores, *rest;
 
   Scratch(const Attention& a, const AttentionShape& s, float* memory) {
     packed = memory;
     keys = packed + aligned((s.rows + AR) * a.dim);
-    key_rows = keys + KB * a.dim;
-    value_rows = key_rows + KB * a.dim;
+    value_rows = keys + KB * a.dim;
     scores = value_rows + KB * s.width();
-    zeros = scores + KB * AR;
-    rest = zeros + aligned(a.dim);
-    for (long d = 0; d < a.dim; ++d) zeros[d] = 0;
+    rest = scores + KB * AR;
   }
 };
 
@@ -310,9 +294,9 @@ static void run_split(const Attention& a, const AttentionItem& item, long split,
     block.begin = position;
     block.from = most(0, all.begin - position);
     block.to = least(KB, all.end - position);
-    block.keys = scratch.keys;
     if (state.rows <= 2 * AR) prefetch(a, item, position + KB, least(position + 2 * KB, all.end));
-    gather(a, item, block, scratch.key_rows, scratch.value_rows, scratch.zeros);
+    find_keys(a, item, block, scratch.keys);
+    find_values(a, item, block, scratch.value_rows);
     for (long first = 0; first < state.rows; first += AR) {
       switch (state.rows - first) {
         case 1: attend_tile<1>(a, item, block, first, scratch.packed, state, scratch.scores); break;

@@ -92,6 +92,7 @@ NB_MODULE(_cpu, m) {
   m.def("greedy_tokens", &mlxserve::greedy_tokens, "logits"_a);
   m.def("rms_norm", &mlxserve::rms_norm, "x"_a, "weight"_a.none(), "eps"_a);
   m.def("silu_mul", &mlxserve::silu_mul, "gate"_a, "up"_a);
+  m.def("resize_rows", &mlxserve::resize_rows, "a"_a, "rows"_a);
   m.def("write_pages", &mlxserve::write_pages, "k_pool"_a, "v_pool"_a, "k"_a, "v"_a, "slot_mapping"_a);
   m.def("copy_pages", &mlxserve::copy_pages, "k_pool"_a, "v_pool"_a, "source_ids"_a, "target_ids"_a);
   m.def("paged_attention", &mlxserve::paged_attention, "q"_a, "k_pool"_a, "v_pool"_a, "block_tables"_a, "q_starts"_a,

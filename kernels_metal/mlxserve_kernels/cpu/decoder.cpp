@@ -7,6 +7,7 @@
 
 #include "attention_plan.h"
 #include "isa.h"
+#include "kv_pool.h"
 #include "pool.h"
 #include "primitive.h"
 #include "team.h"
@@ -18,10 +19,8 @@ constexpr long kColumns = 16;         // columns that one unit of work has at le
 constexpr long kPartRows = 128;       // rows of a unit of work, with many
 constexpr long kPhasesOfALayer = 12;  // at most
 
-struct Pool {
-  char *keys, *values;
-  mx::Dtype dtype = mx::float32;
-  long pages, page;
+struct LayerPools {
+  KvPool keys, values;
 };
 
 // What is given to a run. Pointers are to contiguous int32 and float32 arrays.
@@ -30,7 +29,7 @@ struct Step {
   const int *positions, *slots, *tables, *q_starts, *kv_lens;
   const float* input;
   float* hidden;
-  std::vector<Pool> pools;
+  std::vector<LayerPools> pools;
 };
 
 struct SplitTask {
@@ -47,18 +46,15 @@ struct AttentionPlan {
   std::size_t partial_floats = 0, scratch_floats = 0;
 };
 
-AttentionCall attention_call(const DecoderLayer& l, const Step& step, const Pool& pool) {
+AttentionCall attention_call(const DecoderLayer& l, const Step& step, const LayerPools& pools) {
   AttentionCall call{};
   Attention& a = call.a;
-  a.keys = pool.keys, a.values = pool.values;
-  a.format = pool.dtype == mx::float32   ? Format::float32
-             : pool.dtype == mx::float16 ? Format::float16
-                                         : Format::bfloat16;
+  a.keys = pools.keys.data, a.values = pools.values.data, a.format = pools.keys.format;
   a.block_tables = step.tables, a.max_pages = step.max_pages;
-  a.heads = l.heads, a.kv_heads = l.kv_heads, a.page = pool.page, a.dim = l.dim, a.value_dim = l.value_dim;
+  a.heads = l.heads, a.kv_heads = l.kv_heads, a.page = pools.keys.page, a.dim = l.dim, a.value_dim = l.value_dim;
   a.scale = l.scale, a.window = l.window, a.softcap = l.softcap;
   a.sinks = l.sinks ? l.sinks->data<float>() : nullptr;
-  call.rows = step.rows, call.sequences = step.sequences, call.pages = pool.pages;
+  call.rows = step.rows, call.sequences = step.sequences, call.pages = pools.keys.pages;
   call.q_starts = step.q_starts, call.kv_lens = step.kv_lens;
   return call;
 }
@@ -163,18 +159,6 @@ struct Run {
     if (covered < rows) std::memset(attended, 0, sizes[4] * sizeof(float));
   }
 };
-
-template <class To>
-void convert_row(const float* from, char* pool, long at, long n) {
-  To* to = reinterpret_cast<To*>(pool) + at;
-  for (long i = 0; i < n; ++i) to[i] = static_cast<To>(from[i]);
-}
-
-void write_row(const float* from, char* pool, mx::Dtype dtype, long at, long n) {
-  if (dtype == mx::float32) std::memcpy(reinterpret_cast<float*>(pool) + at, from, n * sizeof(float));
-  else if (dtype == mx::float16) convert_row<mx::float16_t>(from, pool, at, n);
-  else convert_row<mx::bfloat16_t>(from, pool, at, n);
-}
 
 // One thread of a run.
 class Worker {
@@ -348,13 +332,8 @@ class Worker {
       use_.rotate(q, l.heads, l.dim, angles, l.rope->half(), l.rope->is_interleaved, l.rope->input_scale);
       use_.rotate(k, l.kv_heads, l.dim, angles, l.rope->half(), l.rope->is_interleaved, l.rope->input_scale);
     }
-    const Pool& pool = run_.step.pools[index];
-    long page = run_.step.slots[row] / pool.page, slot = run_.step.slots[row] % pool.page;
-    for (long head = 0; head < l.kv_heads; ++head) {
-      long at = (page * l.kv_heads + head) * pool.page + slot;
-      write_row(k + head * l.dim, pool.keys, pool.dtype, at * l.dim, l.dim);
-      write_row(v + head * l.value_dim, pool.values, pool.dtype, at * l.value_dim, l.value_dim);
-    }
+    run_.step.pools[index].keys.write(run_.step.slots[row], k);
+    run_.step.pools[index].values.write(run_.step.slots[row], v);
   }
 
   void attend(const DecoderLayer& l, std::size_t index) {
@@ -388,10 +367,10 @@ class Worker {
 };
 
 void run_stack(const DecoderStack& stack, const Step& step) {
-  for (const Pool& pool : step.pools)
-    for (long row = 0; row < step.rows; ++row)
-      require(step.slots[row] >= 0 && step.slots[row] < pool.pages * pool.page, "decoder_stack: slot_mapping[", row,
-              "] is ", step.slots[row], ", the pool has slots 0 to ", pool.pages * pool.page - 1);
+  for (const LayerPools& pools : step.pools)
+    for (long row = 0, slots = pools.keys.pages * pools.keys.page; row < step.rows; ++row)
+      require(step.slots[row] >= 0 && step.slots[row] < slots, "decoder_stack: slot_mapping[", row, "] is ",
+              step.slots[row], ", the pool has slots 0 to ", slots - 1);
   Run run(stack, step);
   parallel_for(num_threads(), [&](long) { Worker(run).work(); });
 }
@@ -423,8 +402,8 @@ class DecoderStackPrimitive : public CpuPrimitive {
         outputs[1 + 2 * i + part].copy_shared_buffer(pool);
       }
       require(keys.data<char>() != values.data<char>(), "decoder_stack: k_pool and v_pool must be two buffers");
-      step.pools.push_back({const_cast<char*>(keys.data<char>()), const_cast<char*>(values.data<char>()), keys.dtype(),
-                            keys.shape(0), keys.shape(2)});
+      step.pools.push_back({key_pool(keys, const_cast<char*>(keys.data<char>())),
+                            value_pool(values, const_cast<char*>(values.data<char>()))});
     }
     encoder.dispatch([stack = stack_, step = std::move(step)] { run_stack(*stack, step); });
   }
@@ -437,15 +416,11 @@ class DecoderStackPrimitive : public CpuPrimitive {
 
 void check_pools(const DecoderLayer& l, const mx::array& keys, const mx::array& values) {
   const char* op = "decoder_stack";
-  format_of(keys, op, "a k_pool");
-  require(keys.dtype() == values.dtype(), op, ": pools of a layer must have one dtype");
-  require(keys.ndim() == 4 && values.ndim() == 4 && keys.shape(0) == values.shape(0) &&
-              keys.shape(2) == values.shape(2) && keys.shape(0) > 0 && keys.shape(2) > 0,
-          op, ": pools must be [pages, kv_heads, page_size, D] with pages");
-  require(keys.shape(1) == l.kv_heads && values.shape(1) == l.kv_heads && keys.shape(3) == l.dim &&
-              values.shape(3) == l.value_dim,
-          op, ": a layer has ", l.kv_heads, " kv heads of ", l.dim, " and ", l.value_dim, ", its pools ",
-          keys.shape(1), " of ", keys.shape(3), " and ", values.shape(3));
+  require_pools(op, keys, values);
+  KvPool k = key_pool(keys), v = value_pool(values);
+  require(k.pages > 0 && k.page > 0, op, ": a pool has no pages");
+  require(k.heads == l.kv_heads && k.dim == l.dim && v.dim == l.value_dim, op, ": a layer has ", l.kv_heads,
+          " kv heads of ", l.dim, " and ", l.value_dim, ", its pools ", k.heads, " of ", k.dim, " and ", v.dim);
 }
 
 }  // namespace

@@ -20,6 +20,7 @@ mx::array greedy_tokens(const mx::array& logits);
 mx::array rms_norm(const mx::array& x, const std::optional<mx::array>& weight, float eps);
 mx::array silu_mul(const mx::array& gate, const mx::array& up);
 
+mx::array resize_rows(mx::array a, int rows);
 std::pair<mx::array, mx::array> write_pages(const mx::array& k_pool, const mx::array& v_pool, const mx::array& k,
                                             const mx::array& v, const mx::array& slot_mapping);
 std::pair<mx::array, mx::array> copy_pages(const mx::array& k_pool, const mx::array& v_pool,

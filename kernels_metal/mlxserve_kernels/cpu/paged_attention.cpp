@@ -3,6 +3,7 @@
 
 #include "attention_plan.h"
 #include "isa.h"
+#include "kv_pool.h"
 #include "ops.h"
 #include "pool.h"
 #include "primitive.h"
@@ -86,15 +87,12 @@ mx::array paged_attention(const mx::array& q, const mx::array& k_pool, const mx:
                           float scale, int window, float softcap, const std::optional<mx::array>& sinks) {
   const char* op = "paged_attention";
   require(q.dtype() == mx::float32 && q.ndim() == 3, op, ": q must be float32 [T, H, D]");
-  require(k_pool.ndim() == 4 && v_pool.ndim() == 4, op, ": pools must be [pages, H_kv, page_size, D]");
-  Format format = format_of(k_pool, op, "k_pool");
-  require(v_pool.dtype() == k_pool.dtype(), op, ": pools must have one dtype");
-  for (int axis = 0; axis < 3; ++axis)
-    require(k_pool.shape(axis) == v_pool.shape(axis), op, ": pools differ on axis ", axis);
-  require(k_pool.shape(3) == q.shape(2), op, ": q has D of ", q.shape(2), ", k_pool ", k_pool.shape(3));
-  require(k_pool.shape(1) > 0 && k_pool.shape(2) > 0 && v_pool.shape(3) > 0, op, ": a pool has an empty axis");
-  require(q.shape(1) > 0 && q.shape(1) % k_pool.shape(1) == 0, op, ": H must be a multiple of H_kv ", k_pool.shape(1),
-          ", got ", q.shape(1));
+  require_pools(op, k_pool, v_pool);
+  KvPool keys = key_pool(k_pool), values = value_pool(v_pool);
+  require(keys.dim == q.shape(2), op, ": q has D of ", q.shape(2), ", k_pool ", keys.dim);
+  require(keys.heads > 0 && keys.page > 0 && values.dim > 0, op, ": a pool has an empty axis");
+  require(q.shape(1) > 0 && q.shape(1) % keys.heads == 0, op, ": H must be a multiple of H_kv ", keys.heads, ", got ",
+          q.shape(1));
   require(kv_lens.dtype() == mx::int32 && kv_lens.ndim() == 1, op, ": kv_lens must be int32 [S]");
   require(q_starts.dtype() == mx::int32 && q_starts.ndim() == 1 && q_starts.shape(0) == kv_lens.shape(0) + 1, op,
           ": q_starts must be int32 [", kv_lens.shape(0) + 1, "]");
@@ -103,10 +101,10 @@ mx::array paged_attention(const mx::array& q, const mx::array& k_pool, const mx:
   require(window >= 0, op, ": window must be positive, got ", window);
   require(softcap >= 0, op, ": softcap must be positive, got ", softcap);
   Attention a{};
-  a.format = format;
+  a.format = keys.format;
   a.max_pages = block_tables.shape(1);
-  a.heads = q.shape(1), a.kv_heads = k_pool.shape(1), a.page = k_pool.shape(2);
-  a.dim = q.shape(2), a.value_dim = v_pool.shape(3);
+  a.heads = q.shape(1), a.kv_heads = keys.heads, a.page = keys.page;
+  a.dim = keys.dim, a.value_dim = values.dim;
   a.scale = scale, a.window = window, a.softcap = softcap;
   std::vector<mx::array> inputs{q, k_pool, v_pool, block_tables, q_starts, kv_lens};
   if (sinks) {
@@ -114,7 +112,7 @@ mx::array paged_attention(const mx::array& q, const mx::array& k_pool, const mx:
             ": sinks must be float32 [", q.shape(1), "]");
     inputs.push_back(*sinks);
   }
-  mx::Shape shape{q.shape(0), q.shape(1), v_pool.shape(3)};
+  mx::Shape shape{q.shape(0), q.shape(1), static_cast<mx::ShapeElem>(values.dim)};
   return mx::array(std::move(shape), mx::float32, std::make_shared<PagedAttention>(cpu_stream(), a),
                    std::move(inputs));
 }
