@@ -22,13 +22,14 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
-from mlxserve_kernels.dispatch import FLOAT_TYPES, extension, reads_affine
+from mlxserve_kernels.dispatch import FLOAT_TYPES, TILE_ROWS, extension, reads_affine
 
 
 @dataclass(frozen=True, slots=True)
 class Projection:
     """``x @ dequantize(w).T + bias``: rows ``begin`` to ``end - 1`` (None: all) of an affine weight as in
-    ``ops.quantized_matmul``, or, without scales, of a dense one as in ``ops.linear``."""
+    ``ops.quantized_matmul``, or, without scales, of a dense one as in ``ops.linear``, or, with a
+    ``scale_dtype``, of tiles as in ``ops.tiled_matmul`` (``begin`` and ``end`` between tiles)."""
 
     w: mx.array
     scales: mx.array | None = None
@@ -38,10 +39,19 @@ class Projection:
     bias: mx.array | None = None
     begin: int = 0
     end: int | None = None
+    scale_dtype: mx.Dtype | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the whole weight."""
+        rows = int(self.w.shape[0])
+        return rows if self.scale_dtype is None else rows * TILE_ROWS
 
     @property
     def is_supported(self) -> bool:
         """Whether the kernels read this format."""
+        if self.scale_dtype is not None:
+            return self.begin % TILE_ROWS == 0 and (self.end or 0) % TILE_ROWS == 0
         if self.w.ndim != 2 or not self.w.size:
             return False
         if self.scales is None:
@@ -179,7 +189,10 @@ def _native(cpu: Any, layer: DecoderLayer) -> Any:
 
 
 def _native_matrix(cpu: Any, part: Projection) -> Any:
-    matrix = cpu.Matrix(part.w, part.scales, part.biases, part.group_size, part.bits, part.bias)
+    if part.scale_dtype is not None:
+        matrix = cpu.Matrix(part.w, part.group_size, part.bits, part.scale_dtype, part.bias)
+    else:
+        matrix = cpu.Matrix(part.w, part.scales, part.biases, part.group_size, part.bits, part.bias)
     if part.begin == 0 and part.end is None:
         return matrix
-    return matrix.rows(part.begin, part.w.shape[0] if part.end is None else part.end)
+    return matrix.rows(part.begin, part.num_rows if part.end is None else part.end)

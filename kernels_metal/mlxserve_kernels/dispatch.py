@@ -1,8 +1,10 @@
-"""Which implementation runs. Reads three environment variables, once, at the first use of a kernel:
+"""Which implementation runs. Reads four environment variables, once, at the first use of a kernel:
 
 MLXSERVE_KERNELS    reference | cpu       default: cpu where the extension exists and mlx computes on the CPU
 MLXSERVE_THREADS    1 to 1024             default: the number of CPUs that this process may use
 MLXSERVE_CPU_ISA    portable | avx2 | avx512      default: the best that this CPU has
+MLXSERVE_CPU_MATMUL exact | int16 | int8          default: exact. What activations are rounded to before they
+                                                  meet affine weights, where the CPU has AVX-512 VNNI
 
 A wrong value raises ValueError with the variable, the value and what is possible.
 """
@@ -18,6 +20,10 @@ import mlx.core as mx
 
 IMPLEMENTATIONS = ("reference", "cpu")
 MAX_THREADS = 1024
+MATMUL_DIGITS = {"exact": 3, "int16": 2, "int8": 1}
+"""Bytes of the integers that activations become, for each value of MLXSERVE_CPU_MATMUL."""
+TILE_ROWS = 16
+"""Rows of a tile of weights (kTile in kernels.h)."""
 
 
 FLOAT_TYPES = (mx.float32, mx.float16, mx.bfloat16)
@@ -45,6 +51,9 @@ def extension() -> Any | None:
     wanted = os.environ.get("MLXSERVE_KERNELS")
     if wanted is not None and wanted not in IMPLEMENTATIONS:
         raise ValueError(f"MLXSERVE_KERNELS must be one of {', '.join(IMPLEMENTATIONS)}, got {wanted!r}")
+    matmul = os.environ.get("MLXSERVE_CPU_MATMUL", "exact")
+    if matmul not in MATMUL_DIGITS:
+        raise ValueError(f"MLXSERVE_CPU_MATMUL must be one of {', '.join(MATMUL_DIGITS)}, got {matmul!r}")
     threads, isa = num_threads(), os.environ.get("MLXSERVE_CPU_ISA")
     if wanted == "reference" or (wanted is None and mx.default_device() != mx.Device(mx.cpu)):
         return None
@@ -58,6 +67,7 @@ def extension() -> Any | None:
             f"MLXSERVE_CPU_ISA must be one of {', '.join(module.available_isas())} on this CPU, got {isa!r}"
         )
     module.configure(threads, isa or module.available_isas()[-1])
+    module.set_digits(MATMUL_DIGITS[matmul])
     return module
 
 

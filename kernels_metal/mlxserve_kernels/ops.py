@@ -15,7 +15,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from mlxserve_kernels import reference
-from mlxserve_kernels.dispatch import FLOAT_TYPES, extension, reads_affine
+from mlxserve_kernels.dispatch import FLOAT_TYPES, TILE_ROWS, extension, reads_affine
 from mlxserve_kernels.dispatch import num_threads as num_threads
 
 
@@ -146,9 +146,69 @@ def silu_mul(gate: mx.array, up: mx.array) -> mx.array:
     return y
 
 
+def can_tile(
+    scales: mx.array | None,
+    biases: mx.array | None,
+    num_rows: int,
+    *,
+    group_size: int,
+    bits: int,
+    mode: str = "affine",
+) -> bool:
+    """Whether ``pack_tiles`` takes these weights here, and kernels for tiles are what runs."""
+    cpu = extension()
+    is_read = reads_affine(scales, biases, group_size=group_size, bits=bits, mode=mode)
+    return cpu is not None and bool(cpu.has_tiles()) and is_read and num_rows % TILE_ROWS == 0
+
+
+def pack_tiles(w: mx.array, scales: mx.array, biases: mx.array, *, group_size: int, bits: int) -> mx.array:
+    """Affine weights (see ``quantized_matmul``) in the order in which the integer kernels read them: uint8
+    [N / 16, K / group_size, bytes], evaluated. Nothing is rounded. Needs ``can_tile``."""
+    cpu = extension()
+    assert cpu is not None, "tiles need the extension"
+    tiles: mx.array = cpu.pack_tiles(w, scales, biases, group_size, bits)
+    return tiles
+
+
+def unpack_tiles(
+    tiles: mx.array, *, group_size: int, bits: int, scale_dtype: mx.Dtype
+) -> tuple[mx.array, mx.array, mx.array]:
+    """What ``pack_tiles`` was given: w, scales, biases."""
+    cpu = extension()
+    assert cpu is not None, "tiles need the extension"
+    parts: tuple[mx.array, mx.array, mx.array] = cpu.unpack_tiles(tiles, group_size, bits, scale_dtype)
+    return parts
+
+
+def tiled_matmul(
+    x: mx.array, tiles: mx.array, *, group_size: int, bits: int, scale_dtype: mx.Dtype
+) -> mx.array:
+    """``quantized_matmul`` with weights in tiles: x float32 [..., K], returns float32 [..., N].
+
+    Activations become integers, 32 values sharing a power of two, and products are summed exactly; a block's
+    sum is rounded to float32 once. By default the integers have 23 bits, and results are nearer to the true
+    ones than float32 sums are (see docs/decisions.md); ``MLXSERVE_CPU_MATMUL`` makes them 15 or 7 bits. A
+    block that holds an infinity or a NaN gives NaN.
+    """
+    cpu = extension()
+    assert cpu is not None, "tiles need the extension"
+    y: mx.array = cpu.tiled_matmul(x, tiles, group_size, bits, scale_dtype)
+    return y
+
+
+def tiled_rows(
+    ids: mx.array, tiles: mx.array, *, group_size: int, bits: int, scale_dtype: mx.Dtype
+) -> mx.array:
+    """``embed_rows`` of weights in tiles."""
+    cpu = extension()
+    assert cpu is not None, "tiles need the extension"
+    rows: mx.array = cpu.tiled_rows(ids, tiles, group_size, bits, scale_dtype)
+    return rows
+
+
 def resize_rows(a: mx.array, num_rows: int) -> mx.array:
-    """A copy of the first ``num_rows`` of a [N, ...], zeros behind where N is smaller; evaluated. The extension
-    puts it into memory that is read faster from end to end (large pages, aligned): for weights and pools.
+    """A copy of the first ``num_rows`` of a [N, ...], zeros behind where N is smaller; evaluated. The
+    extension puts it into large pages, which are read faster from end to end: for weights and pools.
 
     >>> resize_rows(mx.array([1.0, 2.0]), 3).tolist()
     [1.0, 2.0, 0.0]

@@ -36,17 +36,14 @@ class ScriptedTarget:
 
     def __init__(self, spec: ScriptedSpec, page_size: int) -> None:
         self._spec = spec
-        self._page_size = page_size
         self.vocab_size = spec.tokenizer.vocab_size
         self.page_bytes = 2 * page_size * mx.float32.size
-        self._keys = self._values = mx.zeros((0, 1, page_size, 1))
+        self._keys = mx.zeros((0, 1, 1, page_size))
+        self._values = mx.zeros((0, 1, page_size, 1))
 
     def resize(self, num_pages: int) -> None:
-        kept = min(num_pages, self._keys.shape[0])
-        fresh = mx.zeros((num_pages - kept, 1, self._page_size, 1))
-        self._keys = mx.concatenate([self._keys[:kept], fresh])
-        self._values = mx.concatenate([self._values[:kept], fresh])
-        mx.eval(self._keys, self._values)
+        self._keys = ops.resize_rows(self._keys, num_pages)
+        self._values = ops.resize_rows(self._values, num_pages)
 
     def copy_pages(self, copies: tuple[tuple[int, int], ...]) -> None:
         sources, targets = (mx.array(ids, dtype=mx.int32) for ids in zip(*copies, strict=True))

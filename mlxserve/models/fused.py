@@ -16,7 +16,7 @@ from typing import Any, Literal
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxserve.models.layers import KernelLinear, KernelQuantizedLinear, KernelRMSNorm
+from mlxserve.models.layers import KernelLinear, KernelQuantizedLinear, KernelRMSNorm, TiledLinear
 from mlxserve.models.paged import LayerPages, LayerSpec, PagedLayerCache
 from mlxserve_kernels.decoder import DecoderLayer, DecoderStack, Norm, Projection, Rope, can_stack
 
@@ -229,7 +229,7 @@ def _mlp(block: nn.Module) -> dict[str, Any]:
     if mlp is None or "switch_mlp" in mlp:
         return {}
     if "gate_up_proj" in mlp:
-        width = mlp.gate_up_proj["weight"].shape[0] // 2
+        width = _projection(mlp.gate_up_proj).num_rows // 2
         gate, up = _split(mlp.gate_up_proj, [width, 2 * width])
     else:
         gate, up = _projection(mlp.gate_proj), _projection(mlp.up_proj)
@@ -240,6 +240,16 @@ def _projection(layer: nn.Module, begin: int = 0, end: int | None = None) -> Pro
     bias = layer.get("bias")
     if type(layer) is KernelLinear:
         return Projection(layer["weight"], bias=bias, begin=begin, end=end)
+    if type(layer) is TiledLinear:
+        return Projection(
+            layer["tiles"],
+            group_size=layer.group_size,
+            bits=layer.bits,
+            bias=bias,
+            begin=begin,
+            end=end,
+            scale_dtype=layer.scale_dtype,
+        )
     if type(layer) is not KernelQuantizedLinear or layer.mode != "affine":
         raise _NotStandardError
     return Projection(

@@ -70,6 +70,80 @@ class KernelQuantizedEmbedding(nn.QuantizedEmbedding):
         return _quantized_matmul(self, x)
 
 
+class _Tiled(nn.Module):
+    """Affine weights kept as ``tiles`` (``ops.pack_tiles``) in place of weight, scales and biases, which are
+    unpacked for who asks."""
+
+    scale_dtype: mx.Dtype
+    group_size: int
+    bits: int
+
+    @property
+    def weight(self) -> mx.array:
+        return self._unpacked()[0]
+
+    @property
+    def scales(self) -> mx.array:
+        return self._unpacked()[1]
+
+    @property
+    def biases(self) -> mx.array:
+        return self._unpacked()[2]
+
+    def _unpacked(self) -> tuple[mx.array, mx.array, mx.array]:
+        return ops.unpack_tiles(
+            self["tiles"], group_size=self.group_size, bits=self.bits, scale_dtype=self.scale_dtype
+        )
+
+    def _matmul(self, x: mx.array) -> mx.array:
+        return ops.tiled_matmul(
+            x, self["tiles"], group_size=self.group_size, bits=self.bits, scale_dtype=self.scale_dtype
+        )
+
+
+class TiledLinear(_Tiled, nn.QuantizedLinear):
+    """``nn.QuantizedLinear`` on the integer kernels."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y = self._matmul(x)
+        return y + self["bias"] if "bias" in self else y
+
+
+class TiledEmbedding(_Tiled, nn.QuantizedEmbedding):
+    """``nn.QuantizedEmbedding`` on the integer kernels."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return ops.tiled_rows(
+            x, self["tiles"], group_size=self.group_size, bits=self.bits, scale_dtype=self.scale_dtype
+        )
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        return self._matmul(x)
+
+
+_TILED_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
+    KernelQuantizedLinear: TiledLinear,
+    KernelQuantizedEmbedding: TiledEmbedding,
+}
+
+
+def tile_weights(layer: nn.Module) -> None:
+    """Put an affine layer of ours, on float32 activations, into tiles where the kernels take it so; its own
+    arrays are let go."""
+    tiled = _TILED_CLASSES.get(type(layer))
+    if tiled is None:
+        return
+    scales, biases, bits, group_size = layer["scales"], layer.get("biases"), layer.bits, layer.group_size
+    num_rows = layer["weight"].shape[0]
+    if not ops.can_tile(scales, biases, num_rows, group_size=group_size, bits=bits, mode=layer.mode):
+        return
+    layer["tiles"] = ops.pack_tiles(layer["weight"], scales, biases, group_size=group_size, bits=bits)
+    object.__setattr__(layer, "scale_dtype", scales.dtype)
+    for name in ("weight", "scales", "biases"):
+        del layer[name]
+    layer.__class__ = tiled
+
+
 class KernelRMSNorm(nn.RMSNorm):
     """``nn.RMSNorm``."""
 

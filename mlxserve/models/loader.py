@@ -25,6 +25,7 @@ from mlxserve.models.layers import (
     KernelLinear,
     KernelQuantizedEmbedding,
     KernelQuantizedLinear,
+    tile_weights,
     use_kernels,
 )
 from mlxserve.models.paged import (
@@ -100,7 +101,7 @@ def load_model(folder: Path, *, fuse: bool = True) -> LoadedModel:
     dtype = _activation_dtype(module)
     use_kernels(module, dtype)
     _convert_parameters(module, dtype)
-    _evaluate_by_layer(module)
+    _evaluate_by_layer(module, dtype)
     model_type = config["model_type"]
     try:
         windows = _cache_windows(module)
@@ -193,13 +194,15 @@ def _is_float16(array: mx.array) -> bool:
     return array.dtype == mx.float32 and bool(mx.array_equal(narrow, array).item())
 
 
-def _evaluate_by_layer(module: nn.Module) -> None:
+def _evaluate_by_layer(module: nn.Module, dtype: mx.Dtype) -> None:
     """Read the weights array by array into the memory that kernels read best, so that no more than one
     array is held twice."""
     for _, layer in module.named_modules():
         for name, array in list(layer.items()):
             if isinstance(array, mx.array) and array.ndim:
                 layer[name] = ops.resize_rows(array, array.shape[0])
+        if dtype == mx.float32:
+            tile_weights(layer)
     mx.eval(module.parameters())
 
 

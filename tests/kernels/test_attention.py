@@ -26,6 +26,10 @@ class Case:
         return [len(keys) for keys in self.keys]
 
 
+def random_pools(pages: int, heads: int, page: int, dim: int) -> tuple[mx.array, mx.array]:
+    return mx.random.normal((pages, heads, dim, page)), mx.random.normal((pages, heads, page, dim))
+
+
 def make_case(
     kv_lens: list[int], q_lens: list[int], heads: int, kv_heads: int, dim: int, value_dim: int
 ) -> Case:
@@ -65,6 +69,7 @@ def run(
             for position, row in enumerate(rows):
                 pool[tables[index, position // page], :, position % page] = row
     starts = np.cumsum([0, *map(len, case.queries)]).astype(np.int32)
+    pools[0] = np.ascontiguousarray(pools[0].swapaxes(2, 3))
     output = implementation.paged_attention(
         mx.array(np.concatenate(case.queries)),
         *(mx.array(pool).astype(dtype) for pool in pools),
@@ -141,38 +146,36 @@ def test_nan_reaches_only_rows_that_see_it() -> None:
 
 def test_pages_behind_the_window_may_be_gone() -> None:
     case = make_case([300], [4], 2, 1, 16, 16)
-    pool = mx.random.normal((10, 1, 32, 16))
+    pools = random_pools(10, 1, 32, 16)
     table = np.arange(10, dtype=np.int32)[None]
     rest = (mx.array([0, 4], dtype=mx.int32), mx.array([300], dtype=mx.int32))
     q = mx.array(case.queries[0])
-    kept = ops.paged_attention(q, pool, pool, mx.array(table), *rest, scale=0.25, window=40)
+    kept = ops.paged_attention(q, *pools, mx.array(table), *rest, scale=0.25, window=40)
     table[0, :8] = -1
-    assert mx.array_equal(
-        ops.paged_attention(q, pool, pool, mx.array(table), *rest, scale=0.25, window=40), kept
-    )
+    assert mx.array_equal(ops.paged_attention(q, *pools, mx.array(table), *rest, scale=0.25, window=40), kept)
 
 
 def test_rows_of_no_sequence_are_zero() -> None:
-    pool = mx.random.normal((2, 1, 4, 8))
+    pools = random_pools(2, 1, 4, 8)
     args = [mx.array(ids, dtype=mx.int32) for ids in ([[0]], [0, 2], [3])]
-    got = ops.paged_attention(mx.random.normal((5, 2, 8)), pool, pool, *args, scale=1.0)
+    got = ops.paged_attention(mx.random.normal((5, 2, 8)), *pools, *args, scale=1.0)
     assert bool(mx.all(got[2:] == 0))
     assert bool(mx.all(got[:2] != 0))
 
 
 def test_no_sequences_and_no_rows() -> None:
-    pool = mx.random.normal((2, 1, 4, 8))
+    pools = random_pools(2, 1, 4, 8)
     none = [mx.zeros((0, 1), dtype=mx.int32), mx.array([0], dtype=mx.int32), mx.zeros((0,), dtype=mx.int32)]
-    assert bool(mx.all(ops.paged_attention(mx.ones((3, 1, 8)), pool, pool, *none, scale=1.0) == 0))
-    assert ops.paged_attention(mx.ones((0, 1, 8)), pool, pool, *none, scale=1.0).shape == (0, 1, 8)
+    assert bool(mx.all(ops.paged_attention(mx.ones((3, 1, 8)), *pools, *none, scale=1.0) == 0))
+    assert ops.paged_attention(mx.ones((0, 1, 8)), *pools, *none, scale=1.0).shape == (0, 1, 8)
 
 
 def test_strided_queries() -> None:
-    pool = mx.random.normal((3, 2, 8, 16))
+    pools = random_pools(3, 2, 8, 16)
     args = [mx.array(ids, dtype=mx.int32) for ids in ([[2, 0, 1]], [0, 5], [20])]
     q = mx.random.normal((4, 5, 16)).swapaxes(0, 1)
     plain = mx.array(np.ascontiguousarray(np.array(q)))
-    first, second = (ops.paged_attention(each, pool, pool, *args, scale=1.0) for each in (q, plain))
+    first, second = (ops.paged_attention(each, *pools, *args, scale=1.0) for each in (q, plain))
     assert mx.array_equal(first, second)
 
 
@@ -190,18 +193,18 @@ def test_strided_queries() -> None:
 def test_wrong_indices_are_named(
     table: list[list[int]], starts: list[int], lengths: list[int], message: str
 ) -> None:
-    pool = mx.zeros((2, 1, 4, 8))
+    pools = random_pools(2, 1, 4, 8)
     args = [mx.array(ids, dtype=mx.int32) for ids in (table, starts, lengths)]
     with pytest.raises(RuntimeError, match=message):
-        mx.eval(ops.paged_attention(mx.zeros((3, 1, 8)), pool, pool, *args, scale=1.0))
+        mx.eval(ops.paged_attention(mx.zeros((3, 1, 8)), *pools, *args, scale=1.0))
 
 
 def test_wrong_shapes_are_named() -> None:
     args = [mx.array(ids, dtype=mx.int32) for ids in ([[0]], [0, 1], [1])]
-    pool = mx.zeros((2, 2, 4, 8))
+    pools = random_pools(2, 2, 4, 8)
     with pytest.raises(ValueError, match="H must be a multiple of H_kv 2, got 3"):
-        ops.paged_attention(mx.zeros((1, 3, 8)), pool, pool, *args, scale=1.0)
+        ops.paged_attention(mx.zeros((1, 3, 8)), *pools, *args, scale=1.0)
     with pytest.raises(ValueError, match="q has D of 4, k_pool 8"):
-        ops.paged_attention(mx.zeros((1, 2, 4)), pool, pool, *args, scale=1.0)
+        ops.paged_attention(mx.zeros((1, 2, 4)), *pools, *args, scale=1.0)
     with pytest.raises(ValueError, match="block_tables must be int32"):
-        ops.paged_attention(mx.zeros((1, 2, 8)), pool, pool, args[0][0], *args[1:], scale=1.0)
+        ops.paged_attention(mx.zeros((1, 2, 8)), *pools, args[0][0], *args[1:], scale=1.0)

@@ -44,7 +44,8 @@ results += [ops.rms_norm(x, w, 1e-5), ops.silu_mul(x, x + 1)]
 assert mx.allclose(results[-2], reference.rms_norm(x, w, 1e-5), atol=1e-5)
 assert mx.allclose(results[-1], reference.silu_mul(x, x + 1), atol=1e-5)
 for dtype, dim in ((mx.float32, 64), (mx.bfloat16, 21)):
-    keys, values = (mx.random.normal((60, 2, 32, dim)).astype(dtype) for _ in range(2))
+    keys = mx.random.normal((60, 2, dim, 32)).astype(dtype)
+    values = mx.random.normal((60, 2, 32, dim)).astype(dtype)
     args = [mx.array(ids, dtype=mx.int32) for ids in (np.arange(60).reshape(2, 30), [0, 1, 30], [900, 640])]
     for options in ({}, {"window": 50, "softcap": 3.0, "sinks": mx.ones((6,))}):
         q = mx.random.normal((30, 6, dim))

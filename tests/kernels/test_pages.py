@@ -14,7 +14,8 @@ def ids(*values: int) -> mx.array:
 
 
 def pools(pages: int, heads: int, page: int, dims: tuple[int, int], dtype: mx.Dtype) -> list[mx.array]:
-    made = [mx.random.normal((pages, heads, page, dim)).astype(dtype) for dim in dims]
+    shapes = ((pages, heads, dims[0], page), (pages, heads, page, dims[1]))
+    made = [mx.random.normal(shape).astype(dtype) for shape in shapes]
     mx.eval(made)
     return made
 
@@ -32,8 +33,9 @@ def test_rows_land_in_their_slots(pool_dtype: mx.Dtype, row_dtype: mx.Dtype, pag
     expected = [mx.array(pool) for pool in before]
     slots = np.random.default_rng(3).permutation(50 * page)[:rows].astype(np.int32)
     new = [mx.random.normal((heads, rows, dim)).astype(row_dtype).swapaxes(0, 1) for dim in dims]
-    for pool, values in zip(expected, new, strict=True):
-        pool[mx.array(slots // page), :, mx.array(slots % page)] = values.astype(pool_dtype)
+    at, offset = mx.array(slots // page), mx.array(slots % page)
+    expected[0][at, :, :, offset] = new[0].astype(pool_dtype)
+    expected[1][at, :, offset] = new[1].astype(pool_dtype)
     written = ops.write_pages(*before, *new, mx.array(slots))
     for got, want in zip(written, expected, strict=True):
         assert mx.array_equal(got, want)
@@ -41,7 +43,7 @@ def test_rows_land_in_their_slots(pool_dtype: mx.Dtype, row_dtype: mx.Dtype, pag
 
 def test_steps_in_flight_write_in_place_and_read_right() -> None:
     pages, page, steps = 256, 32, 200
-    keys, values = (mx.zeros((pages, 4, page, 64)) for _ in range(2))
+    keys, values = mx.zeros((pages, 4, 64, page)), mx.zeros((pages, 4, page, 64))
     mx.eval(keys, values)
     pool_bytes, start = keys.nbytes, address(keys)
     factor = mx.random.normal((1500, 1500)) * 0.01
@@ -53,7 +55,7 @@ def test_steps_in_flight_write_in_place_and_read_right() -> None:
         row = mx.full((1, 4, 64), float(step + 1))
         keys, values = ops.write_pages(keys, values, row, -row, ids(step % 7))
         slow = (factor[:16] @ factor)[0, 0] * 0.0
-        readers.append(keys[0, :, : min(step + 1, 7)].sum(axis=1)[0, 0] + slow)
+        readers.append(keys[0, :, :, : min(step + 1, 7)].sum(axis=2)[0, 0] + slow)
         mx.async_eval(keys, values, readers[-1])
     mx.eval(readers)
     for step, got in enumerate(readers):
@@ -79,7 +81,8 @@ def test_a_copy_then_a_write_leaves_the_source_alone() -> None:
     row = mx.full((1, 1, 3), 9.0)
     keys, values = ops.write_pages(keys, values, row, row, ids(5))
     np.testing.assert_array_equal(np.array(keys)[0], source)
-    np.testing.assert_array_equal(np.array(keys)[2, 0], [source[0, 0], [9.0] * 3])
+    np.testing.assert_array_equal(np.array(keys)[2, 0, :, 0], source[0, :, 0])
+    np.testing.assert_array_equal(np.array(keys)[2, 0, :, 1], [9.0] * 3)
 
 
 @pytest.mark.parametrize("slot", [-1, 8, 2**31 - 1])
@@ -93,7 +96,7 @@ def test_a_slot_outside_the_pool_is_an_error_and_writes_nothing(slot: int) -> No
     with pytest.raises(RuntimeError, match=r"target_ids\[0\] is 2, the pool has 2 pages"):
         mx.eval(ops.copy_pages(keys, values, ids(0), ids(2)))
     keys, values = ops.write_pages(keys, values, row, row, ids(7, 0))
-    assert keys[1, 0, 3].tolist() == [1.0, 1.0, 1.0]
+    assert keys[1, 0, :, 3].tolist() == [1.0, 1.0, 1.0]
 
 
 def test_wrong_arguments_are_named() -> None:
@@ -103,10 +106,13 @@ def test_wrong_arguments_are_named() -> None:
         ops.write_pages(keys, values, row, row, mx.array([0]).astype(mx.int64))
     with pytest.raises(ValueError, match="must have D of 3 and 3"):
         ops.write_pages(keys, values, mx.ones((1, 1, 2)), row, ids(0))
+    with pytest.raises(ValueError, match="pools differ in page_size: 3 and 4"):
+        ops.write_pages(values, values, row, row, ids(0))
+    (square, _) = pools(2, 1, 3, (3, 3), mx.float32)
     with pytest.raises(ValueError, match="two buffers"):
-        mx.eval(ops.write_pages(keys, keys, row, row, ids(0)))
+        mx.eval(ops.write_pages(square, square, row, row, ids(0)))
     with pytest.raises(ValueError, match="must be contiguous"):
-        mx.eval(ops.write_pages(keys[:, :, ::2], values[:, :, :2], row, row, ids(0)))
+        mx.eval(ops.write_pages(keys[..., ::2], values[:, :, :2], row, row, ids(0)))
 
 
 def test_nothing_to_write() -> None:
@@ -114,6 +120,38 @@ def test_nothing_to_write() -> None:
     none = mx.zeros((0, 1, 3))
     got = ops.write_pages(keys, values, none, none, mx.zeros((0,), dtype=mx.int32))
     assert mx.array_equal(got[0], keys)
-    empty = mx.zeros((0, 1, 4, 3))
+    empty = mx.zeros((0, 1, 3, 4))
     other = mx.zeros((0, 1, 4, 3))
-    assert ops.write_pages(empty, other, none, none, mx.zeros((0,), dtype=mx.int32))[0].shape == (0, 1, 4, 3)
+    assert ops.write_pages(empty, other, none, none, mx.zeros((0,), dtype=mx.int32))[0].shape == (0, 1, 3, 4)
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (2, 7, 3, 4), (4,), (2, 0), (9, 300_000)])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.uint32, mx.uint8])
+def test_resized_rows_keep_what_they_can(shape: tuple[int, ...], dtype: mx.Dtype) -> None:
+    before = (mx.random.normal(shape) * 100).astype(dtype)
+    for count in (0, 1, shape[0], shape[0] + 3):
+        got = ops.resize_rows(before, count)
+        assert got.shape == (count, *shape[1:])
+        assert got.dtype == dtype
+        kept = min(count, shape[0])
+        assert mx.array_equal(got[:kept], before[:kept])
+        assert not mx.any(got[kept:] != 0)
+
+
+def test_resized_memory_lives_as_long_as_its_arrays_and_is_aligned() -> None:
+    parts = [ops.resize_rows(mx.full((64,), float(index)), 64) for index in range(200)]
+    kept = [part[1:] for part in parts[::3]]
+    assert all(address(part) % 64 == 0 for part in parts)
+    del parts
+    others = [ops.resize_rows(mx.full((64,), -1.0), 64) for _ in range(200)]
+    assert [part[0].item() for part in kept] == [float(index) for index in range(0, 200, 3)]
+    assert all(part[0].item() == -1.0 for part in others)
+
+
+def test_resized_rows_are_usable_in_place_of_any_array() -> None:
+    array = ops.resize_rows(mx.arange(12).reshape(4, 3).astype(mx.float32), 4)
+    total = (array + 1.0) * array.T.T
+    del array
+    assert total.sum().item() == sum(i * (i + 1) for i in range(12))
+    strided = mx.arange(12).reshape(3, 4).T
+    assert mx.array_equal(ops.resize_rows(strided, 2), strided[:2])

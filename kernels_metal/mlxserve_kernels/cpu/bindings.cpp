@@ -29,6 +29,8 @@ void bind_decoder(nb::module_& m) {
   nb::class_<Matrix>(m, "Matrix")
       .def(nb::init<const mlxserve::mx::array&, const Optional&, const Optional&, int, int, const Optional&>(), "w"_a,
            "scales"_a.none(), "biases"_a.none(), "group_size"_a, "bits"_a, "bias"_a.none())
+      .def(nb::init<const mlxserve::mx::array&, int, int, mlxserve::mx::Dtype, const Optional&>(), "tiles"_a,
+           "group_size"_a, "bits"_a, "scale_dtype"_a, "bias"_a.none())
       .def("rows", &Matrix::rows, "begin"_a, "end"_a);
   nb::class_<Norm>(m, "Norm").def(nb::init<const mlxserve::mx::array&, float>(), "weight"_a, "eps"_a);
   nb::class_<Rope>(m, "Rope").def(nb::init<const mlxserve::mx::array&, float, float, bool>(),
@@ -92,6 +94,12 @@ NB_MODULE(_cpu, m) {
   m.def("greedy_tokens", &mlxserve::greedy_tokens, "logits"_a);
   m.def("rms_norm", &mlxserve::rms_norm, "x"_a, "weight"_a.none(), "eps"_a);
   m.def("silu_mul", &mlxserve::silu_mul, "gate"_a, "up"_a);
+  m.def("has_tiles", &mlxserve::has_tiles, "Whether the instruction set in use computes with tiles.");
+  m.def("set_digits", &mlxserve::set_digits, "digits"_a);
+  m.def("pack_tiles", &mlxserve::pack_tiles, "w"_a, "scales"_a, "biases"_a, "group_size"_a, "bits"_a);
+  m.def("unpack_tiles", &mlxserve::unpack_tiles, "tiles"_a, "group_size"_a, "bits"_a, "scale_dtype"_a);
+  m.def("tiled_matmul", &mlxserve::tiled_matmul, "x"_a, "tiles"_a, "group_size"_a, "bits"_a, "scale_dtype"_a);
+  m.def("tiled_rows", &mlxserve::tiled_rows, "ids"_a, "tiles"_a, "group_size"_a, "bits"_a, "scale_dtype"_a);
   m.def("resize_rows", &mlxserve::resize_rows, "a"_a, "rows"_a);
   m.def("write_pages", &mlxserve::write_pages, "k_pool"_a, "v_pool"_a, "k"_a, "v"_a, "slot_mapping"_a);
   m.def("copy_pages", &mlxserve::copy_pages, "k_pool"_a, "v_pool"_a, "source_ids"_a, "target_ids"_a);

@@ -11,6 +11,7 @@
 #include "pool.h"
 #include "primitive.h"
 #include "team.h"
+#include "tiles_view.h"
 
 namespace mlxserve {
 namespace {
@@ -97,7 +98,8 @@ struct Run {
   std::vector<std::atomic<int>> splits_left;  // [layer][item]
   long max_items = 0;
   std::size_t private_floats = 0;
-  float *angles, *q, *k, *v, *attended, *sum, *gate, *up, *packed, *partials;
+  const long digits = num_digits();
+  float *angles, *q, *k, *v, *attended, *sum, *gate, *up, *packed, *integers, *partials;
 
   Run(const DecoderStack& stack, const Step& step)
       : stack(stack), step(step), team(long(stack.layers.size()) * kPhasesOfALayer + 1) {
@@ -106,6 +108,10 @@ struct Run {
   }
 
   bool is_few() const { return step.rows <= kMaxDirectRows; }
+  // Room for so many rows of the widest input as integers.
+  std::size_t digit_floats(long rows) const {
+    return aligned(kernels().digit_bytes(rows, stack.widest, digits) / sizeof(float));
+  }
 
  private:
   void plan() {
@@ -131,7 +137,7 @@ struct Run {
   void place() {
     const Kernels& use = kernels();
     long rows = step.rows;
-    std::size_t sizes[9] = {std::size_t(rows * stack.angle_floats)};
+    std::size_t sizes[10] = {std::size_t(rows * stack.angle_floats)};
     for (const DecoderLayer& l : stack.layers) {
       sizes[1] = std::max<std::size_t>(sizes[1], rows * l.q->w.n);
       sizes[2] = std::max<std::size_t>(sizes[2], rows * l.k->w.n);
@@ -140,19 +146,26 @@ struct Run {
       sizes[5] = std::max<std::size_t>(sizes[5], rows * l.hidden());
       if (l.has_mlp()) sizes[6] = std::max<std::size_t>(sizes[6], rows * l.gate->w.n);
     }
-    sizes[7] = is_few() ? 0 : use.packed_floats(rows, stack.widest);
+    if (!is_few()) {
+      sizes[7] = stack.has_plain ? use.packed_floats(rows, stack.widest) : 0;
+      sizes[8] = stack.has_tiles ? digit_floats(rows) : 0;
+    }
     for (const AttentionPlan& each : plans) {
-      sizes[8] = std::max(sizes[8], each.partial_floats);
+      sizes[9] = std::max(sizes[9], each.partial_floats);
       private_floats = std::max(private_floats, each.scratch_floats);
     }
-    private_floats = std::max<std::size_t>(private_floats, std::max(kMaxDirectRows, use.row_tile) * stack.widest);
-    if (!is_few()) private_floats = std::max(private_floats, use.panel_floats(stack.widest));
+    std::size_t normed = aligned(std::max(kMaxDirectRows, use.row_tile) * stack.widest);
+    private_floats = std::max(private_floats, normed);
+    if (stack.has_tiles)
+      private_floats = std::max(private_floats, normed + digit_floats(is_few() ? rows : 0) +
+                                                    aligned(use.tile_panel_bytes(stack.widest) / sizeof(float)));
+    if (!is_few() && stack.has_plain) private_floats = std::max(private_floats, use.panel_floats(stack.widest));
     std::size_t total = aligned(sizes[6]);
     for (std::size_t size : sizes) total += aligned(size);
     float* next = scratch(2, total);
     for (auto [to, size] : {std::pair{&angles, sizes[0]}, {&q, sizes[1]}, {&k, sizes[2]}, {&v, sizes[3]},
                             {&attended, sizes[4]}, {&sum, sizes[5]}, {&gate, sizes[6]}, {&up, sizes[6]},
-                            {&packed, sizes[7]}, {&partials, sizes[8]}})
+                            {&packed, sizes[7]}, {&integers, sizes[8]}, {&partials, sizes[9]}})
       *to = next, next += aligned(size);
     // Rows of no sequence attend to nothing.
     long covered = step.q_starts[step.sequences];
@@ -208,7 +221,7 @@ class Worker {
   }
 
   void attention_block(const DecoderLayer& l, std::size_t index) {
-    prepare(run_.step.hidden, l.hidden(), l.attention_norm);
+    prepare(run_.step.hidden, l.hidden(), l.attention_norm, {&*l.q, &*l.k, &*l.v});
     const Matrix* matrices[] = {&*l.q, &*l.k, &*l.v};
     float* outputs[] = {run_.q, run_.k, run_.v};
     columns({l.q->w.n, l.k->w.n, l.v->w.n}, [&](long which, const Range& rows, const Range& cols) {
@@ -218,13 +231,13 @@ class Worker {
       for (long row = begin; row < end; ++row) finish_keys(l, index, row);
     });
     attend(l, index);
-    prepare(run_.attended, l.o->w.k, {});
+    prepare(run_.attended, l.o->w.k, {}, {&*l.o});
     project_and_add(l, *l.o, l.post_attention_norm);
   }
 
   void mlp_block(const DecoderLayer& l) {
     long width = l.gate->w.n;
-    prepare(run_.step.hidden, l.hidden(), l.mlp_norm);
+    prepare(run_.step.hidden, l.hidden(), l.mlp_norm, {&*l.gate, &*l.up});
     columns({width}, [&](long, const Range& rows, const Range& cols) {
       project(*l.gate, run_.gate, rows, cols);
       project(*l.up, run_.up, rows, cols);
@@ -233,7 +246,7 @@ class Worker {
         use_.activate(l.activation, run_.gate + at, run_.up + at, cols.end - cols.begin);
       }
     });
-    prepare(run_.gate, width, {});
+    prepare(run_.gate, width, {}, {&*l.down});
     project_and_add(l, *l.down, l.post_mlp_norm);
   }
 
@@ -241,11 +254,13 @@ class Worker {
     long begin, end;
   };
 
-  // Rows of `from` [rows, k], normed, become the input of the next projections. Few rows are normed by each
-  // thread for itself, many are packed once.
-  void prepare(const float* from, long k, const std::optional<Norm>& norm) {
-    from_ = from, k_ = k, norm_ = norm ? &*norm : nullptr, is_normed_ = false;
+  // Rows of `from` [rows, k], normed, become the input of `readers`. Few rows are normed, and turned into integers
+  // for tiles, by each thread for itself; many once for all.
+  void prepare(const float* from, long k, const std::optional<Norm>& norm, std::initializer_list<const Matrix*> readers) {
+    from_ = from, k_ = k, norm_ = norm ? &*norm : nullptr, is_normed_ = has_integers_ = false;
     if (run_.is_few()) return;
+    bool to_tiles = false, to_others = false;
+    for (const Matrix* m : readers) (is_tiled(m->w.format) ? to_tiles : to_others) = true;
     long tile = use_.row_tile;
     share((rows_ + tile - 1) / tile, [&](long begin, long end) {
       for (long row = begin * tile; row < std::min(end * tile, rows_); row += tile) {
@@ -255,19 +270,40 @@ class Worker {
           use_.rms_norm(source, norm_->data, norm_->format, norm_->eps, count, k, private_);
           source = private_;
         }
-        use_.pack(source, count, k, run_.packed + use_.packed_floats(row, k));
+        if (to_others) use_.pack(source, count, k, run_.packed + use_.packed_floats(row, k));
+        if (to_tiles)
+          use_.to_digits(source, count, k, run_.digits,
+                         reinterpret_cast<char*>(run_.integers) + use_.digit_bytes(row, k, run_.digits));
       }
     });
   }
 
+  // The whole input, normed, where rows are few.
+  const float* normed() {
+    if (!norm_) return from_;
+    if (!is_normed_) use_.rms_norm(from_, norm_->data, norm_->format, norm_->eps, rows_, k_, private_);
+    is_normed_ = true;
+    return private_;
+  }
+
+  const float* integers() {
+    if (!run_.is_few()) return run_.integers;
+    float* to = private_ + aligned(std::max(kMaxDirectRows, use_.row_tile) * run_.stack.widest);
+    if (!has_integers_) use_.to_digits(normed(), rows_, k_, run_.digits, to);
+    has_integers_ = true;
+    return to;
+  }
+
   void project(const Matrix& m, float* y, const Range& rows, const Range& cols) {
     MatmulTile tile{from_, y, m.w.n, rows.begin, rows.end, cols.begin, cols.end};
-    if (!run_.is_few()) {
+    if (is_tiled(m.w.format)) {
+      float* panel = private_ + aligned(std::max(kMaxDirectRows, use_.row_tile) * run_.stack.widest) +
+                     run_.digit_floats(run_.is_few() ? rows_ : 0);
+      use_.tile_matmul(m.w, integers(), run_.digits, tile, panel);
+    } else if (!run_.is_few()) {
       use_.matmul_panel(m.w, tile, run_.packed, private_);
     } else {
-      if (norm_ && !is_normed_) use_.rms_norm(from_, norm_->data, norm_->format, norm_->eps, rows_, k_, private_);
-      is_normed_ = true;
-      if (norm_) tile.x = private_;
+      tile.x = normed();
       use_.matmul_direct(m.w, tile);
     }
     if (!m.bias) return;
@@ -363,7 +399,7 @@ class Worker {
   const float* from_ = nullptr;
   long k_ = 0;
   const Norm* norm_ = nullptr;
-  bool is_normed_ = false;
+  bool is_normed_ = false, has_integers_ = false;
 };
 
 void run_stack(const DecoderStack& stack, const Step& step) {

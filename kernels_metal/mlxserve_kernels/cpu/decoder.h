@@ -20,6 +20,9 @@ class Matrix {
   Matrix(const mx::array& w, const std::optional<mx::array>& scales, const std::optional<mx::array>& biases,
          int group_size, int bits, const std::optional<mx::array>& bias);
 
+  // Affine weights in tiles (ops.pack_tiles).
+  Matrix(const mx::array& tiles, int group_size, int bits, mx::Dtype scale_dtype, const std::optional<mx::array>& bias);
+
   // Its outputs begin to end - 1, on the same memory.
   Matrix rows(long begin, long end) const;
 
@@ -27,6 +30,8 @@ class Matrix {
   const float* bias = nullptr;
 
  private:
+  void take_bias(const std::optional<mx::array>& bias);
+
   std::vector<mx::array> held_;
 };
 
@@ -75,6 +80,7 @@ class DecoderStack {
   std::vector<long> angle_of;  // of each layer: which of `ropes` it takes, -1 for none
   std::vector<Rope> ropes;     // with different angles
   long widest = 0;             // inputs of the widest projection
+  bool has_tiles = false, has_plain = false;  // weights in tiles, and others
   long angle_floats = 0;       // of one row, all ropes
 };
 

@@ -6,6 +6,7 @@
 #include "mlx/ops.h"
 #include "mlx/transforms.h"
 #include "primitive.h"
+#include "tiles_view.h"
 
 namespace mlxserve {
 namespace {
@@ -89,18 +90,34 @@ Matrix::Matrix(const mx::array& weight, const std::optional<mx::array>& scales, 
     w.format = format_of(weight, op, "w");
     w.k = weight.shape(1);
   }
-  if (bias) {
-    require(bias->ndim() == 1 && bias->shape(0) == w.n, op, ": bias must be [", w.n, "]");
-    held_.push_back(ready(mx::astype(*bias, mx::float32)));
-    this->bias = held_.back().data<float>();
-  }
+  take_bias(bias);
+}
+
+Matrix::Matrix(const mx::array& tiles, int group_size, int bits, mx::Dtype scale_dtype,
+               const std::optional<mx::array>& bias)
+    : w(tiles_view("Matrix", tiles, group_size, bits, scale_dtype)) {
+  held_.push_back(ready(tiles));
+  w.data = held_[0].data<char>();
+  take_bias(bias);
+}
+
+void Matrix::take_bias(const std::optional<mx::array>& bias) {
+  if (!bias) return;
+  require(bias->ndim() == 1 && bias->shape(0) == w.n, "Matrix: bias must be [", w.n, "]");
+  held_.push_back(ready(mx::astype(*bias, mx::float32)));
+  this->bias = held_.back().data<float>();
 }
 
 Matrix Matrix::rows(long begin, long end) const {
   require(begin >= 0 && begin < end && end <= w.n, "Matrix: rows ", begin, " to ", end, " of ", w.n);
   Matrix part = *this;
   part.w.n = end - begin;
-  part.w.data = static_cast<const char*>(w.data) + begin * row_bytes(w);
+  if (is_tiled(w.format)) {
+    require(begin % kTile == 0 && part.w.n % kTile == 0, "Matrix: rows ", begin, " to ", end, " are no whole tiles");
+    part.w.data = static_cast<const char*>(w.data) + begin / kTile * (w.k / w.group) * tile_group_bytes(w);
+  } else {
+    part.w.data = static_cast<const char*>(w.data) + begin * row_bytes(w);
+  }
   if (w.scales) {
     long offset = begin * (w.k / w.group) * (w.scale_format == Format::float32 ? 4 : 2);
     part.w.scales = static_cast<const char*>(w.scales) + offset;
@@ -124,6 +141,8 @@ DecoderStack::DecoderStack(std::vector<DecoderLayer> parts) : layers(std::move(p
     check(l, layers[0].hidden());
     if (l.sinks) l.sinks = ready(*l.sinks);
     widest = std::max({widest, l.hidden(), l.o->w.k, l.has_mlp() ? l.down->w.k : 0});
+    for (const auto* matrix : {&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down})
+      if (*matrix) (is_tiled((*matrix)->w.format) ? has_tiles : has_plain) = true;
     if (!l.rope) {
       angle_of.push_back(-1);
       continue;

@@ -18,6 +18,9 @@ namespace {
 #include "attention.h"
 #include "matmul.h"
 #include "rows.h"
+#if defined(MLXSERVE_AVX512)
+#include "tiles.h"
+#endif
 
 }  // namespace
 
@@ -31,6 +34,17 @@ const Kernels kernels = {
     .pack = pack,
     .panel_floats = panel_floats,
     .matmul_panel = matmul_panel,
+#if defined(MLXSERVE_AVX512)
+    .digit_bytes = digit_bytes,
+    .to_digits = to_digits,
+    .tile_panel_bytes = tile_panel_bytes,
+    .tile_matmul = tile_matmul,
+#else
+    .digit_bytes = nullptr,
+    .to_digits = nullptr,
+    .tile_panel_bytes = nullptr,
+    .tile_matmul = nullptr,
+#endif
     .read_row = read_row,
     .argmax = argmax,
     .rms_norm = rms_norm,

@@ -6,9 +6,13 @@
 
 namespace mlxserve {
 
-enum class Format { float32, float16, bfloat16, affine4, affine8 };
+enum class Format { float32, float16, bfloat16, affine4, affine8, tiles4, tiles8 };
 
 // A matrix of N rows and K columns, row-major; scales and biases of affine formats are [N, K / group].
+//
+// The tiled formats are affine values in another order, all in `data`: tiles of kTile rows, in a tile its groups of
+// columns, in a group its kTile scales, its kTile biases and its integers. Those of tiles8 are [group / 4][kTile][4]
+// bytes; of tiles4 [group / 8][kTile][4] bytes, columns 8 i + j in the low halves, 8 i + 4 + j in the high ones.
 struct Weight {
   Format format;
   long n, k;
@@ -18,6 +22,14 @@ struct Weight {
   const void* scales;
   const void* biases;
 };
+
+constexpr long kTile = 16;
+
+inline bool is_tiled(Format f) { return f == Format::tiles4 || f == Format::tiles8; }
+inline long tile_head_bytes(const Weight& w) { return 2 * kTile * (w.scale_format == Format::float32 ? 4 : 2); }
+inline long tile_group_bytes(const Weight& w) {
+  return tile_head_bytes(w) + kTile * w.group / (w.format == Format::tiles4 ? 2 : 1);
+}
 
 // A rectangle of y[M, N] = x[M, K] @ w[N, K]^T to compute; y has ld columns.
 struct MatmulTile {
@@ -67,6 +79,13 @@ struct Kernels {
   void (*pack)(const float* x, long rows, long k, float* packed);
   std::size_t (*panel_floats)(long k);
   void (*matmul_panel)(const Weight&, const MatmulTile&, const float* packed, float* panel);
+
+  // Tiled weights; all null where the instruction set has no integer dot product. x becomes integers of `digits`
+  // (1 to 3) digits once, K being a multiple of 32; columns of a tile begin and end with a tile.
+  std::size_t (*digit_bytes)(long rows, long k, long digits);
+  void (*to_digits)(const float* x, long rows, long k, long digits, void* to);
+  std::size_t (*tile_panel_bytes)(long k);
+  void (*tile_matmul)(const Weight&, const void* x, long digits, const MatmulTile&, void* panel);
 
   // Row n of a weight, dequantized.
   void (*read_row)(const Weight&, long n, float* to);

@@ -302,7 +302,23 @@ static void matmul_direct(const Weight& w, const MatmulTile& t) {
   with_reader(w, [&]<class R>() { direct<R>(w, t); });
 }
 
+// Row n of a tiled weight.
+static void read_tiled_row(const Weight& w, long n, float* to) {
+  const long groups = w.k / w.group, lane = n % kTile, head = tile_head_bytes(w);
+  const char* tile = (const char*)w.data + n / kTile * groups * tile_group_bytes(w);
+  for (long g = 0; g < groups; ++g, tile += tile_group_bytes(w)) {
+    const uint8_t* values = (const uint8_t*)tile + head;
+    const float scale = load_scalar(tile, w.scale_format, lane), bias = load_scalar(tile, w.scale_format, kTile + lane);
+    for (long k = 0; k < w.group; ++k, ++to) {
+      int q = w.format == Format::tiles8 ? values[(k / 4 * kTile + lane) * 4 + k % 4]
+                                         : values[(k / 8 * kTile + lane) * 4 + k % 4] >> (k / 4 % 2 * 4) & 15;
+      *to = scale * (float)q + bias;
+    }
+  }
+}
+
 static void read_row(const Weight& w, long n, float* to) {
+  if (is_tiled(w.format)) return read_tiled_row(w, n, to);
   with_reader(w, [&]<class R>() {
     R reader;
     reader.open(w, n);

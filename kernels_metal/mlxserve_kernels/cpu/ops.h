@@ -3,6 +3,7 @@
 #pragma once
 
 #include <optional>
+#include <tuple>
 #include <utility>
 
 #include "mlx/array.h"
@@ -19,6 +20,15 @@ mx::array embed_rows(const mx::array& ids, const mx::array& w, const std::option
 mx::array greedy_tokens(const mx::array& logits);
 mx::array rms_norm(const mx::array& x, const std::optional<mx::array>& weight, float eps);
 mx::array silu_mul(const mx::array& gate, const mx::array& up);
+
+// Whether this CPU computes with tiles, and how many digits its integers have.
+bool has_tiles();
+void set_digits(int digits);
+mx::array pack_tiles(const mx::array& w, const mx::array& scales, const mx::array& biases, int group_size, int bits);
+std::tuple<mx::array, mx::array, mx::array> unpack_tiles(const mx::array& tiles, int group_size, int bits,
+                                                         mx::Dtype scale_dtype);
+mx::array tiled_matmul(const mx::array& x, const mx::array& tiles, int group_size, int bits, mx::Dtype scale_dtype);
+mx::array tiled_rows(const mx::array& ids, const mx::array& tiles, int group_size, int bits, mx::Dtype scale_dtype);
 
 mx::array resize_rows(mx::array a, int rows);
 std::pair<mx::array, mx::array> write_pages(const mx::array& k_pool, const mx::array& v_pool, const mx::array& k,

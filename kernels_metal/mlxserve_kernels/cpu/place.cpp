@@ -79,33 +79,33 @@ bool has_size_in_front() {
 
 }  // namespace
 
+mx::array placed(mx::Shape shape, mx::Dtype dtype) {
+  static const bool is_possible = has_size_in_front();
+  mx::array out(std::move(shape), dtype, nullptr, {});
+  out.set_status(mx::array::Status::available);
+  const std::size_t bytes = out.nbytes();
+  if (!is_possible || !bytes) {
+    allocate(out);
+    if (bytes) std::memset(out.data<char>(), 0, bytes);
+    return out;
+  }
+  auto [memory, chunk] = take(bytes);
+  std::memcpy(memory - sizeof bytes, &bytes, sizeof bytes);
+  out.set_data(mx::allocator::Data(mx::allocator::Buffer(memory - sizeof bytes),
+                                   [held = std::move(chunk)](mx::allocator::Buffer) {}));
+  return out;
+}
+
 mx::array resize_rows(mx::array a, int rows) {
   require(a.ndim() >= 1 && rows >= 0, "resize_rows: rows must be positive, got ", rows);
-  static const bool is_possible = has_size_in_front();
   mx::Shape shape = a.shape();
   shape[0] = rows;
-  std::size_t bytes = a.itemsize();
-  for (mx::ShapeElem extent : shape) bytes *= extent;
-  std::size_t kept = std::min(rows, a.shape(0)) == 0 ? 0 : a.nbytes() / a.shape(0) * std::min(rows, a.shape(0));
-  if (kept) {
+  mx::array out = placed(std::move(shape), a.dtype());
+  if (int kept = std::min(rows, a.shape(0)); kept && a.size()) {
     a = mx::contiguous(a);
     a.eval();
+    std::memcpy(out.data<char>(), a.data<char>(), a.nbytes() / a.shape(0) * kept);
   }
-  mx::array out(std::move(shape), a.dtype(), nullptr, {});
-  out.set_status(mx::array::Status::available);
-  char* to;
-  if (is_possible && bytes) {
-    auto [memory, chunk] = take(bytes);
-    std::memcpy(memory - sizeof bytes, &bytes, sizeof bytes);
-    out.set_data(mx::allocator::Data(mx::allocator::Buffer(memory - sizeof bytes),
-                                     [held = std::move(chunk)](mx::allocator::Buffer) {}));
-    to = memory;
-  } else {
-    allocate(out);
-    to = out.data<char>();
-    if (bytes) std::memset(to, 0, bytes);
-  }
-  if (kept) std::memcpy(to, a.data<char>(), kept);
   return out;
 }
 

@@ -25,11 +25,12 @@ void require(bool holds, const Parts&... parts) {
   throw std::invalid_argument(message.str());
 }
 
-inline Format format_of(const mx::array& a, const char* op, const char* name) {
-  require(a.dtype() == mx::float32 || a.dtype() == mx::float16 || a.dtype() == mx::bfloat16, op, ": ", name,
-          " must be float32, float16 or bfloat16, got ", a.dtype());
-  return a.dtype() == mx::float32 ? Format::float32 : a.dtype() == mx::float16 ? Format::float16 : Format::bfloat16;
+inline Format format_of(mx::Dtype dtype, const char* op, const char* name) {
+  require(dtype == mx::float32 || dtype == mx::float16 || dtype == mx::bfloat16, op, ": ", name,
+          " must be float32, float16 or bfloat16, got ", dtype);
+  return dtype == mx::float32 ? Format::float32 : dtype == mx::float16 ? Format::float16 : Format::bfloat16;
 }
+inline Format format_of(const mx::array& a, const char* op, const char* name) { return format_of(a.dtype(), op, name); }
 
 // A primitive that runs on the CPU and whose results carry no gradient.
 class CpuPrimitive : public mx::Primitive {
@@ -44,6 +45,9 @@ inline mx::Stream cpu_stream() { return mx::to_stream({}, mx::Device::cpu); }
 
 // `a` itself where its rows are contiguous, else a copy made on the stream, alive until its tasks are done.
 mx::array dense(const mx::array& a, mx::cpu::CommandEncoder& encoder);
+
+// A zeroed array in memory of large pages.
+mx::array placed(mx::Shape shape, mx::Dtype dtype);
 
 inline void allocate(mx::array& out) { out.set_data(mx::allocator::malloc(out.nbytes())); }
 
