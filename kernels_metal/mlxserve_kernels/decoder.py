@@ -143,14 +143,18 @@ class DecoderStack:
         kv_lens: mx.array,
         k_pools: list[mx.array],
         v_pools: list[mx.array],
-    ) -> tuple[mx.array, list[mx.array], list[mx.array]]:
-        """The hidden state behind the last layer, and the pools' new handles (contract of
-        ``ops.write_pages``).
+    ) -> tuple[mx.array, mx.array]:
+        """The hidden state behind the last layer, and the new handle of ``k_pools[0]`` (contract of
+        ``ops.write_pages``): what takes it, another call of a stack above all, comes after this one.
+
+        The other pools are written in place behind the handles that were given, since MLX takes time for each
+        output. Whatever else is to be done to them must be built when this call has at least been started
+        (``mx.async_eval``).
 
         hidden float32 [..., hidden] with T rows; positions, slot_mapping int32 of T entries; the other index
         arrays and the pools, one pair a layer, as in ``ops.paged_attention``.
         """
-        result: tuple[mx.array, list[mx.array], list[mx.array]] = self._cpu.decoder_stack(  # type: ignore[union-attr]
+        result: tuple[mx.array, mx.array] = self._cpu.decoder_stack(  # type: ignore[union-attr]
             self._stack,
             hidden,
             positions,

@@ -3,6 +3,9 @@ kernel of ours does. Shapes, dtypes and errors are those of ``ops``."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import mlx.core as mx
 import numpy as np
 
@@ -48,6 +51,55 @@ def embed_rows(
 def greedy_tokens(logits: mx.array) -> mx.array:
     is_broken = mx.any(mx.isnan(logits), axis=-1)
     return mx.where(is_broken, -1, mx.argmax(logits, axis=-1).astype(mx.int32))
+
+
+def sample_tokens(
+    logits: mx.array,
+    *,
+    temperature: Sequence[float],
+    top_k: Sequence[int],
+    top_p: Sequence[float],
+    min_p: Sequence[float],
+    keys: Sequence[tuple[int, int]],
+) -> mx.array:
+    logits = logits.astype(mx.float32)
+    best = mx.max(logits, axis=-1, keepdims=True)
+    is_greedy = mx.array([value == 0 for value in temperature]) | mx.isinf(best[:, 0])
+    order = mx.argsort(-logits, axis=-1)
+    ranked = mx.take_along_axis(logits, order, axis=-1)
+    size = logits.shape[-1]
+    ranks = mx.arange(size)[None]
+    ranked = mx.where(ranks < _column([value or size for value in top_k]), ranked, -mx.inf)
+    probs = mx.softmax(ranked, axis=-1)
+    # The best stays even where top_p is 0.
+    is_kept = (mx.cumsum(probs, axis=-1) - probs < _column([2.0 if p >= 1 else p for p in top_p])) | (
+        ranks == 0
+    )
+    floor = _column([-mx.inf if p == 0 else min(math.log(p), 0.0) for p in min_p])
+    is_kept = is_kept & (ranked >= best + floor) & (ranked > -mx.inf)
+    # Smaller temperatures draw the same, and could be 0 in float32.
+    scaled = (ranked - best) / _column([max(value, 1e-5) for value in temperature])
+    scores = scaled + _gumbel_noise(order, mx.array(np.array(keys, dtype=np.uint32).reshape(-1, 2)))
+    choice = mx.argmax(mx.where(is_kept, scores, -mx.inf), axis=-1, keepdims=True)
+    drawn = mx.take_along_axis(order, choice, axis=-1)[:, 0].astype(mx.int32)
+    return mx.where(is_greedy | mx.any(mx.isnan(logits), axis=-1), greedy_tokens(logits), drawn)
+
+
+def _gumbel_noise(ids: mx.array, keys: mx.array) -> mx.array:
+    """For ids [R, N] and uint32 keys [R, 2]: two rounds of an integer mixer, then -log(-log(uniform))."""
+    bits = ids.astype(mx.uint32)
+    for part in (keys[:, :1], keys[:, 1:]):
+        bits = bits ^ part
+        bits = (bits ^ (bits >> 16)) * mx.array(0x7FEB352D, dtype=mx.uint32)
+        bits = (bits ^ (bits >> 15)) * mx.array(0x846CA68B, dtype=mx.uint32)
+        bits = bits ^ (bits >> 16)
+    # Below 1, as which float32 would round the largest ones.
+    uniform = mx.minimum((bits.astype(mx.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
+    return -mx.log(-mx.log1p(-uniform))
+
+
+def _column(values: Sequence[float]) -> mx.array:
+    return mx.array(list(values))[:, None]
 
 
 def rms_norm(x: mx.array, weight: mx.array | None, eps: float) -> mx.array:

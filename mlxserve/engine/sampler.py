@@ -6,15 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
-import numpy as np
 
 from mlxserve.types import SamplingParams
 from mlxserve_kernels import ops
 
 _MASK64 = (1 << 64) - 1
-
-_MIN_TEMPERATURE = 1e-5
-"""Smaller ones draw the same; as float32 they could become 0 and a logit of 0 divided by it a NaN."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +25,6 @@ class SamplingRow:
     def is_greedy(self) -> bool:
         return self.params.temperature == 0
 
-    @property
-    def needs_sort(self) -> bool:
-        return self.params.top_k is not None or self.params.top_p < 1
-
 
 def sample(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
     """Pick a token a row. ``logits`` [R, V] float; returns [R] int32, -1 where a row has a NaN.
@@ -43,58 +35,15 @@ def sample(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
     logits = _add_bias(logits.astype(mx.float32), rows)
     if all(row.is_greedy for row in rows):
         return ops.greedy_tokens(logits)
-    is_broken = mx.any(mx.isnan(logits), axis=-1)
-    groups = (
-        [i for i, row in enumerate(rows) if row.is_greedy],
-        [i for i, row in enumerate(rows) if not row.is_greedy and not row.needs_sort],
-        [i for i, row in enumerate(rows) if not row.is_greedy and row.needs_sort],
+    params = [row.params for row in rows]
+    return ops.sample_tokens(
+        logits,
+        temperature=[each.temperature for each in params],
+        top_k=[each.top_k or 0 for each in params],
+        top_p=[each.top_p for each in params],
+        min_p=[each.min_p for each in params],
+        keys=[noise_key(row.seed, row.index) for row in rows],
     )
-    picked, order = [], []
-    for indices, pick in zip(groups, (_greedy, _draw_unsorted, _draw_sorted), strict=True):
-        if indices:
-            picked.append(pick(logits[mx.array(indices)], [rows[i] for i in indices]))
-            order.extend(indices)
-    tokens = mx.concatenate(picked)[mx.array(np.argsort(order))]
-    return mx.where(is_broken, -1, tokens.astype(mx.int32))
-
-
-def _greedy(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
-    return mx.argmax(logits, axis=-1)
-
-
-def _draw_unsorted(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
-    return _draw(_min_p(logits, rows), rows)
-
-
-def _draw_sorted(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
-    order = mx.argsort(-logits, axis=-1)
-    ranked = mx.take_along_axis(logits, order, axis=-1)
-    vocab_size = logits.shape[-1]
-    top_k = _column([vocab_size if row.params.top_k is None else row.params.top_k for row in rows])
-    ranked = mx.where(mx.arange(vocab_size)[None] < top_k, ranked, -mx.inf)
-    probs = mx.softmax(ranked, axis=-1)
-    before = mx.cumsum(probs, axis=-1) - probs
-    top_p = _column([2.0 if row.params.top_p >= 1 else row.params.top_p for row in rows])
-    ranked = mx.where(before < top_p, ranked, -mx.inf)
-    choice = _draw(_min_p(ranked, rows), rows)
-    return mx.take_along_axis(order, choice[:, None], axis=-1)[:, 0]
-
-
-def _min_p(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
-    if not any(row.params.min_p for row in rows):
-        return logits
-    # p >= min_p * max(p), without the softmax: its denominator is the same on both sides.
-    with np.errstate(divide="ignore"):
-        floor = _column(np.log([row.params.min_p for row in rows]).tolist())
-    return mx.where(logits >= mx.max(logits, axis=-1, keepdims=True) + floor, logits, -mx.inf)
-
-
-def _draw(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
-    keys = mx.array(np.array([noise_key(row.seed, row.index) for row in rows], dtype=np.uint32))
-    width = logits.shape[-1]
-    noise = mx.vmap(lambda key: mx.random.gumbel(shape=(width,), key=key))(keys)
-    scaled = logits / _column([max(row.params.temperature, _MIN_TEMPERATURE) for row in rows])
-    return mx.argmax(scaled + noise, axis=-1)
 
 
 def _add_bias(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
@@ -103,10 +52,6 @@ def _add_bias(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
         return logits
     indices, tokens, biases = zip(*where, strict=True)
     return logits.at[mx.array(indices), mx.array(tokens)].add(mx.array(biases, dtype=mx.float32))
-
-
-def _column(values: Sequence[float]) -> mx.array:
-    return mx.array(list(values))[:, None]
 
 
 def noise_key(seed: int, index: int) -> tuple[int, int]:

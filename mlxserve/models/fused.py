@@ -20,10 +20,6 @@ from mlxserve.models.layers import KernelLinear, KernelQuantizedLinear, KernelRM
 from mlxserve.models.paged import LayerPages, LayerSpec, PagedLayerCache
 from mlxserve_kernels.decoder import DecoderLayer, DecoderStack, Norm, Projection, Rope, can_stack
 
-_MAX_STACKED = 8
-"""Layers of one operation. Each output knows all others of its operation, so the cost of long stacks
-grows with the square of their length; each operation costs by itself."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Family:
@@ -111,7 +107,7 @@ def unfuse_blocks(model: nn.Module) -> None:
 
 def _end_of_stack(layers: Sequence[DecoderLayer | None], index: int) -> int:
     end = index
-    while end < len(layers) and end - index < _MAX_STACKED:
+    while end < len(layers):
         layer = layers[end]
         if layer is None:
             break
@@ -155,7 +151,7 @@ def _fused_class(original: type[nn.Module]) -> type[nn.Module]:
 def _run(stack: DecoderStack, x: mx.array, cache: PagedLayerCache, first: int) -> mx.array:
     layers: Sequence[LayerPages] = cache.layers[first : first + stack.num_layers]
     metadata = cache.metadata
-    hidden, keys, values = stack(
+    hidden, layers[0].keys = stack(
         x,
         metadata.positions,
         metadata.slot_mapping,
@@ -165,8 +161,6 @@ def _run(stack: DecoderStack, x: mx.array, cache: PagedLayerCache, first: int) -
         [layer.keys for layer in layers],
         [layer.values for layer in layers],
     )
-    for layer, new_keys, new_values in zip(layers, keys, values, strict=True):
-        layer.keys, layer.values = new_keys, new_values
     return hidden
 
 

@@ -52,6 +52,17 @@ for dtype, dim in ((mx.float32, 64), (mx.bfloat16, 21)):
         results.append(ops.paged_attention(q, keys, values, *args, scale=0.1, **options))
         want = reference.paged_attention(q, keys, values, *args, scale=0.1, **options)
         assert mx.allclose(results[-1], want, rtol=1e-4, atol=1e-5)
+logits = 3 * mx.random.normal((6, 5003))
+rows = {
+    "temperature": [0.0, 1.0, 0.7, 1.0, 1.5, 1.0],
+    "top_k": [0, 0, 40, 0, 0, 3000],
+    "top_p": [1.0, 1.0, 1.0, 0.95, 1.0, 0.8],
+    "min_p": [0.0, 0.0, 0.0, 0.0, 0.05, 0.0],
+}
+for seed in range(4):
+    keys = [(seed, 7919 * row) for row in range(6)]
+    results.append(ops.sample_tokens(logits, **rows, keys=keys))
+    assert mx.array_equal(results[-1], reference.sample_tokens(logits, **rows, keys=keys))
 digests = [hashlib.sha256(np.array(y).tobytes()).hexdigest() for y in results]
 print(json.dumps([ops.implementation(), digests]))
 """

@@ -92,6 +92,8 @@ NB_MODULE(_cpu, m) {
   m.def("embed_rows", &mlxserve::embed_rows, "ids"_a, "w"_a, "scales"_a.none(), "biases"_a.none(), "group_size"_a,
         "bits"_a);
   m.def("greedy_tokens", &mlxserve::greedy_tokens, "logits"_a);
+  m.def("sample_tokens", &mlxserve::sample_tokens, "logits"_a, "temperature"_a, "top_k"_a, "top_p"_a, "min_p"_a,
+        "keys"_a);
   m.def("rms_norm", &mlxserve::rms_norm, "x"_a, "weight"_a.none(), "eps"_a);
   m.def("silu_mul", &mlxserve::silu_mul, "gate"_a, "up"_a);
   m.def("has_tiles", &mlxserve::has_tiles, "Whether the instruction set in use computes with tiles.");

@@ -419,7 +419,8 @@ class DecoderStackPrimitive : public CpuPrimitive {
   const char* name() const override { return "MlxserveDecoderStack"; }
 
   // inputs: hidden, positions, slot_mapping, block_tables, q_starts, kv_lens, then k_pool, v_pool of each layer;
-  // outputs: hidden, then the pools.
+  // outputs: hidden, and the first pool. Each output costs MLX time for every input and every other output, and
+  // stands for nothing but an order, which one pool gives as well as all.
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
     auto& encoder = mx::cpu::get_command_encoder(stream());
     allocate(outputs[0]);
@@ -430,12 +431,12 @@ class DecoderStackPrimitive : public CpuPrimitive {
     step.positions = in[1].data<int>(), step.slots = in[2].data<int>(), step.tables = in[3].data<int>();
     step.q_starts = in[4].data<int>(), step.kv_lens = in[5].data<int>();
     step.rows = long(in[1].size()), step.sequences = in[5].shape(0), step.max_pages = in[3].shape(1);
+    outputs[1].copy_shared_buffer(inputs[kFirstPool]);
     for (std::size_t i = 0; i < stack_->layers.size(); ++i) {
       const mx::array &keys = inputs[kFirstPool + 2 * i], &values = inputs[kFirstPool + 2 * i + 1];
       for (int part : {0, 1}) {
         const mx::array& pool = part ? values : keys;
         require(pool.flags().row_contiguous, "decoder_stack: a pool must be contiguous");
-        outputs[1 + 2 * i + part].copy_shared_buffer(pool);
       }
       require(keys.data<char>() != values.data<char>(), "decoder_stack: k_pool and v_pool must be two buffers");
       step.pools.push_back({key_pool(keys, const_cast<char*>(keys.data<char>())),
@@ -461,11 +462,10 @@ void check_pools(const DecoderLayer& l, const mx::array& keys, const mx::array& 
 
 }  // namespace
 
-std::tuple<mx::array, Arrays, Arrays> decoder_stack(std::shared_ptr<const DecoderStack> stack, const mx::array& hidden,
-                                                    const mx::array& positions, const mx::array& slot_mapping,
-                                                    const mx::array& block_tables, const mx::array& q_starts,
-                                                    const mx::array& kv_lens, const Arrays& k_pools,
-                                                    const Arrays& v_pools) {
+std::pair<mx::array, mx::array> decoder_stack(std::shared_ptr<const DecoderStack> stack, const mx::array& hidden,
+                                              const mx::array& positions, const mx::array& slot_mapping,
+                                              const mx::array& block_tables, const mx::array& q_starts,
+                                              const mx::array& kv_lens, const Arrays& k_pools, const Arrays& v_pools) {
   const char* op = "decoder_stack";
   std::size_t count = stack->layers.size();
   require(hidden.dtype() == mx::float32 && hidden.ndim() >= 1 && hidden.shape(-1) == stack->layers[0].hidden(), op,
@@ -483,24 +483,15 @@ std::tuple<mx::array, Arrays, Arrays> decoder_stack(std::shared_ptr<const Decode
   require(k_pools.size() == count && v_pools.size() == count, op, ": ", count, " layers need as many pools, got ",
           k_pools.size(), " and ", v_pools.size());
   Arrays inputs{hidden, positions, slot_mapping, block_tables, q_starts, kv_lens};
-  std::vector<mx::Shape> shapes{hidden.shape()};
-  std::vector<mx::Dtype> dtypes{mx::float32};
   for (std::size_t i = 0; i < count; ++i) {
     check_pools(stack->layers[i], k_pools[i], v_pools[i]);
-    for (const mx::array* pool : {&k_pools[i], &v_pools[i]}) {
-      inputs.push_back(*pool);
-      shapes.push_back(pool->shape());
-      dtypes.push_back(pool->dtype());
-    }
+    inputs.push_back(k_pools[i]);
+    inputs.push_back(v_pools[i]);
   }
   auto primitive = std::make_shared<DecoderStackPrimitive>(cpu_stream(), std::move(stack));
-  Arrays outputs = mx::array::make_arrays(std::move(shapes), dtypes, primitive, inputs);
-  Arrays keys, values;
-  for (std::size_t i = 0; i < count; ++i) {
-    keys.push_back(outputs[1 + 2 * i]);
-    values.push_back(outputs[2 + 2 * i]);
-  }
-  return {outputs[0], std::move(keys), std::move(values)};
+  Arrays outputs = mx::array::make_arrays({hidden.shape(), k_pools[0].shape()}, {mx::float32, k_pools[0].dtype()},
+                                          primitive, inputs);
+  return {outputs[0], outputs[1]};
 }
 
 }  // namespace mlxserve

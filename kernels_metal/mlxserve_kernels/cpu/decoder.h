@@ -3,7 +3,7 @@
 
 #include <memory>
 #include <optional>
-#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "kernels.h"
@@ -86,10 +86,10 @@ class DecoderStack {
 
 using Arrays = std::vector<mx::array>;
 
-std::tuple<mx::array, Arrays, Arrays> decoder_stack(std::shared_ptr<const DecoderStack> stack, const mx::array& hidden,
-                                                    const mx::array& positions, const mx::array& slot_mapping,
-                                                    const mx::array& block_tables, const mx::array& q_starts,
-                                                    const mx::array& kv_lens, const Arrays& k_pools,
-                                                    const Arrays& v_pools);
+// The hidden state behind the last layer and the new handle of k_pools[0] (see decoder.py).
+std::pair<mx::array, mx::array> decoder_stack(std::shared_ptr<const DecoderStack> stack, const mx::array& hidden,
+                                              const mx::array& positions, const mx::array& slot_mapping,
+                                              const mx::array& block_tables, const mx::array& q_starts,
+                                              const mx::array& kv_lens, const Arrays& k_pools, const Arrays& v_pools);
 
 }  // namespace mlxserve

@@ -18,6 +18,7 @@ namespace {
 #include "attention.h"
 #include "matmul.h"
 #include "rows.h"
+#include "sampling.h"
 #if defined(MLXSERVE_AVX512)
 #include "tiles.h"
 #endif
@@ -47,6 +48,10 @@ const Kernels kernels = {
 #endif
     .read_row = read_row,
     .argmax = argmax,
+    .block_maxima = block_maxima,
+    .weigh = weigh,
+    .collect = collect,
+    .draw = draw,
     .rms_norm = rms_norm,
     .silu_mul = silu_mul,
     .activate = activate,

@@ -64,6 +64,25 @@ struct AttentionItem {
 
 enum class Activation { silu, gelu_tanh };
 
+// The best tokens of a row, an equal logit with a lower id being the better: all above `least`, and of those that
+// equal it the ids up to `last`.
+struct Cut {
+  float least;
+  int last;
+};
+
+// A draw in progress: the token with the best score so far.
+struct Draw {
+  float top;  // the largest logit
+  double temperature;
+  uint32_t key[2];
+  Cut cut;
+  double score;
+  int token;
+};
+
+constexpr long kSampleBlock = 256;  // logits that share one maximum
+
 constexpr long kSplit = 128;  // keys, in absolute positions, that one partial result covers
 constexpr long kMaxDirectRows = 4;
 
@@ -92,6 +111,15 @@ struct Kernels {
 
   // The first index of the largest value; -1 where a value is NaN.
   long (*argmax)(const float* x, long n);
+  // The largest of each block of kSampleBlock values; false where a value is NaN.
+  bool (*block_maxima)(const float* x, long n, float* maxima);
+  // The sum of e ** (x[i] - top), for x[i] <= top; the terms as well, where `weights` is given.
+  double (*weigh)(const float* x, long n, float top, float* weights);
+  // Tokens first, first + 1, ... with the logits x, as far as they are in the cut, in order; returns how many.
+  // Writes up to 15 items more, as `weigh` does.
+  long (*collect)(const float* x, long first, long n, const Cut& cut, float* values, int* ids);
+  // Takes the same tokens into a draw.
+  void (*draw)(const float* x, long first, long n, Draw& draw);
   void (*rms_norm)(const float* x, const void* weight, Format format, float eps, long rows, long k, float* y);
   void (*silu_mul)(const float* gate, const float* up, float* y, long begin, long end);
   // gate[i] = f(gate[i]) * up[i]

@@ -2,9 +2,11 @@
 // at once; wrong values of index arrays when the result is evaluated.
 #pragma once
 
+#include <cstdint>
 #include <optional>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 #include "mlx/array.h"
 
@@ -18,6 +20,9 @@ mx::array linear(const mx::array& x, const mx::array& w);
 mx::array embed_rows(const mx::array& ids, const mx::array& w, const std::optional<mx::array>& scales,
                      const std::optional<mx::array>& biases, int group_size, int bits);
 mx::array greedy_tokens(const mx::array& logits);
+mx::array sample_tokens(const mx::array& logits, const std::vector<double>& temperature, const std::vector<int64_t>& top_k,
+                        const std::vector<double>& top_p, const std::vector<double>& min_p,
+                        const std::vector<std::pair<uint32_t, uint32_t>>& keys);
 mx::array rms_norm(const mx::array& x, const std::optional<mx::array>& weight, float eps);
 mx::array silu_mul(const mx::array& gate, const mx::array& up);
 
