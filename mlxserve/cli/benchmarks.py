@@ -15,11 +15,13 @@ from mlxserve.cli.model_source import PreparedModel, prepare_model
 from mlxserve.engine.benchmark import (
     DecodeRun,
     DecodeShape,
+    StockRun,
     measure,
     measure_prefix,
     measure_profile,
     median_run,
     mlx_lm_runner,
+    random_prompts,
 )
 from mlxserve.engine.read_rate import ReadRates, measure_read_rates
 from mlxserve.engine.step_profile import PARTS
@@ -132,14 +134,15 @@ def _measure_all(
     peer_shape = DecodeShape(shapes[0].prompt_tokens, shapes[0].tokens, 1)
     threads = ops.num_threads()
     runs: dict[DecodeShape, list[DecodeRun]] = {shape: [] for shape in shapes}
-    peer_runs: list[tuple[float, float]] = []
+    peer_runs: list[StockRun] = []
     rates = []
     for _ in range(repeat):
         rates.append(measure_read_rates(threads))
         for shape in shapes:
             runs[shape].append(measure(model, shape, read_rate=rates[-1].best))
         if peer is not None:
-            peer_runs.append(peer(peer_shape))
+            (prompt,) = random_prompts(peer_shape, model.vocab_size)
+            peer_runs.append(peer(prompt, peer_shape.tokens))
     medians = {shape: median_run(of_shape) for shape, of_shape in runs.items()}
     report: dict[str, Any] = {
         "threads": threads,
@@ -170,10 +173,9 @@ def read_figures(rates: list[ReadRates]) -> dict[str, float]:
     }
 
 
-def _peer_figures(
-    name: str | None, runs: list[tuple[float, float]], ours: DecodeRun | None
-) -> dict[str, Any]:
-    prefill, decode = (statistics.median(figures) for figures in zip(*runs, strict=True))
+def _peer_figures(name: str | None, runs: list[StockRun], ours: DecodeRun | None) -> dict[str, Any]:
+    prefill = statistics.median(run.prefill_tok_s for run in runs)
+    decode = statistics.median(run.decode_tok_s for run in runs)
     figures: dict[str, Any] = {
         "name": name,
         "prefill_tok_s": round(prefill, 2),

@@ -60,7 +60,7 @@ class DecodeRun:
 def measure(model: LoadedModel, shape: DecodeShape, *, read_rate: float) -> DecodeRun:
     """One run on a fresh engine. Its decode figure is of the steps in which all streams decode."""
     core = decode_core(model, shape)
-    run = run_streams(core, shape, model.vocab_size)
+    run = run_streams(core, shape, random_prompts(shape, model.vocab_size))
     drain(core, shape)
     decode_tok_s = run.num_decoded / max(run.ended - run.prefilled, 1e-9)
     context = shape.prompt_tokens + shape.tokens // 2
@@ -82,28 +82,27 @@ def measure_profile(model: LoadedModel, shape: DecodeShape, tokenizer: Tokenizer
     core = decode_core(model, shape)
     timer = StepTimer(core)
     with timer.attached():
-        run = run_streams(core, shape, model.vocab_size)
+        run = run_streams(core, shape, random_prompts(shape, model.vocab_size))
     drain(core, shape)
-    text_ms = None if tokenizer is None else detokenize_ms(tokenizer, run.token_ids)
+    text_ms = None if tokenizer is None else detokenize_ms(tokenizer, run.tokens[0])
     return timer.profile(max(run.num_decoded // shape.streams, 1), text_ms)
 
 
 @dataclass(frozen=True, slots=True)
 class StreamsRun:
     """Times of the start, of the moment when the last stream had its first token, and of the end of the
-    stream that ended first; the tokens decoded between the latter two, and those of the first stream."""
+    stream that ended first; how many tokens were decoded between the latter two; each stream's tokens."""
 
     started: float
     prefilled: float
     ended: float
     num_decoded: int
-    token_ids: list[int]
+    tokens: list[list[int]]
 
 
-def run_streams(core: EngineCore, shape: DecodeShape, vocab_size: int) -> StreamsRun:
+def run_streams(core: EngineCore, shape: DecodeShape, prompts: list[tuple[int, ...]]) -> StreamsRun:
     """Runs all streams until one ends: with fewer streams the rest would be another measurement."""
     tokens: dict[str, list[int]] = {str(index): [] for index in range(shape.streams)}
-    prompts = random_prompts(shape, vocab_size)
     started = time.perf_counter()
     for name, prompt in zip(tokens, prompts, strict=True):
         core.add(GenerationRequest(name, prompt, shape.tokens, SamplingParams(temperature=0)))
@@ -124,7 +123,7 @@ def run_streams(core: EngineCore, shape: DecodeShape, vocab_size: int) -> Stream
             f"{shape.tokens} new tokens are too few for {shape.streams} streams of {shape.prompt_tokens} "
             "prompt tokens: the first one ends before the last one has begun"
         )
-    return StreamsRun(started, prefilled, ended, num_decoded, tokens["0"])
+    return StreamsRun(started, prefilled, ended, num_decoded, list(tokens.values()))
 
 
 def _count(tokens: dict[str, list[int]]) -> int:
@@ -231,26 +230,36 @@ def load_stock_float32(folder: Path) -> nn.Module:
     return module
 
 
-def mlx_lm_runner(folder: Path) -> Callable[[DecodeShape], tuple[float, float]]:
-    """Stock mlx-lm on the same folder with float32 activations: a function from a shape (one stream) to
-    (prefill tok/s, decode tok/s)."""
+@dataclass(frozen=True, slots=True)
+class StockRun:
+    """What one stream of stock mlx-lm gave."""
+
+    prefill_tok_s: float
+    decode_tok_s: float
+    token_ids: list[int]
+
+
+def mlx_lm_runner(folder: Path) -> Callable[[tuple[int, ...], int], StockRun]:
+    """Stock mlx-lm on the same folder with float32 activations: a function from a prompt and a number of new
+    tokens (at least 2)."""
     from mlx_lm.models.cache import make_prompt_cache
 
     module = load_stock_float32(folder)
-    vocab_size = int(module.args.vocab_size)
 
-    def run(shape: DecodeShape) -> tuple[float, float]:
-        assert shape.streams == 1
+    def run(prompt: tuple[int, ...], num_tokens: int) -> StockRun:
         caches = make_prompt_cache(module)
         started = time.perf_counter()
-        logits = module(mx.array(random_prompts(shape, vocab_size)), caches)
-        token = mx.argmax(logits[:, -1], axis=-1)
-        mx.eval(token)
+        tokens = [mx.argmax(module(mx.array([prompt]), caches)[:, -1], axis=-1)]
+        mx.eval(tokens[0])
         prefilled = time.perf_counter()
-        for _ in range(shape.tokens - 1):
-            token = mx.argmax(module(token[:, None], caches)[:, -1], axis=-1)
-            mx.eval(token)
+        for _ in range(num_tokens - 1):
+            tokens.append(mx.argmax(module(tokens[-1][:, None], caches)[:, -1], axis=-1))
+            mx.eval(tokens[-1])
         ended = time.perf_counter()
-        return shape.prompt_tokens / (prefilled - started), (shape.tokens - 1) / (ended - prefilled)
+        return StockRun(
+            len(prompt) / (prefilled - started),
+            (num_tokens - 1) / (ended - prefilled),
+            np.array(mx.concatenate(tokens)).tolist(),
+        )
 
     return run
