@@ -187,8 +187,8 @@ def _linear_cases(sizes: ModelSizes) -> Iterator[KernelCase]:
 def _attention_cases(sizes: ModelSizes) -> Iterator[KernelCase]:
     for streams, context, rows in ((1, 128, 1), (1, 1024, 1), (1, 8192, 1), (16, 512, 1), (1, 512, 512)):
         pages = context // DEFAULT_PAGE_SIZE
-        shape = (streams * pages, sizes.kv_heads, DEFAULT_PAGE_SIZE, sizes.head_dim)
-        keys, values = _normal(*shape), _normal(*shape)
+        keys = _normal(streams * pages, sizes.kv_heads, sizes.head_dim, DEFAULT_PAGE_SIZE)
+        values = _normal(streams * pages, sizes.kv_heads, DEFAULT_PAGE_SIZE, sizes.head_dim)
         q = _normal(streams * rows, sizes.heads, sizes.head_dim)
         index = (
             mx.arange(streams * pages, dtype=mx.int32).reshape(streams, pages),
@@ -237,23 +237,21 @@ def _silu_cases(sizes: ModelSizes) -> Iterator[KernelCase]:
 
 def _write_cases(sizes: ModelSizes) -> Iterator[KernelCase]:
     for rows in (1, 16, 512):
-        shape = (64, sizes.kv_heads, DEFAULT_PAGE_SIZE, sizes.head_dim)
         row, slots = _normal(rows, sizes.kv_heads, sizes.head_dim), mx.arange(rows, dtype=mx.int32)
         yield KernelCase(
             "write_pages",
             f"{rows} tokens",
             4 * row.nbytes,
             0,
-            _writer(ops.write_pages, shape, row, slots),
-            _writer(reference.write_pages, shape, row, slots),
+            _writer(ops.write_pages, row, slots),
+            _writer(reference.write_pages, row, slots),
         )
 
 
-def _writer(
-    write: Callable[..., tuple[mx.array, mx.array]], shape: Any, row: mx.array, slots: mx.array
-) -> Call:
+def _writer(write: Callable[..., tuple[mx.array, mx.array]], row: mx.array, slots: mx.array) -> Call:
     """Writes again and again to pools of its own, of which it holds the newest handles alone."""
-    pools = [_normal(*shape), _normal(*shape)]
+    _, heads, dim = row.shape
+    pools = [_normal(64, heads, dim, DEFAULT_PAGE_SIZE), _normal(64, heads, DEFAULT_PAGE_SIZE, dim)]
 
     def call(_: int) -> mx.array:
         pools[:] = write(pools[0], pools[1], row, row, slots)
