@@ -5,7 +5,7 @@
     scripts/bench_models.py qwen3-moe OUT.gguf     a Qwen 3 MoE with 8 of 64 experts, about 800 MB
 
 Blocks are made as they lie in the file, random bits with sane scales: nothing is quantized. ``--check PATH``
-runs a prompt through llama.cpp (that Python has llama-cpp-python) and mlxserve, and prints how far they differ.
+runs a prompt through llama.cpp (that Python has llama-cpp-python) and mlxserve, and prints how they differ.
 """
 
 from __future__ import annotations

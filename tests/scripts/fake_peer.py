@@ -8,7 +8,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
-from bench_protocol import serve  # noqa: E402
+from bench_protocol import serve
 
 
 def load(model: str, threads: int) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def test_a_side_that_ends_is_told_with_its_last_words() -> None:
 
 
 def test_a_python_that_is_not_there_is_one_line() -> None:
-    with pytest.raises(PeerError, match="^fake: cannot run /no/python: No such file"):
+    with pytest.raises(PeerError, match=r"^fake: cannot run /no/python: No such file"):
         Peer("fake", ["/no/python"])
 
 
