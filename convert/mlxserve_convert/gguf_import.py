@@ -268,7 +268,7 @@ class _Writer:
         rows = read_affine(self._file, tensor)
         rows = rows if order is None else rows.take_rows(order)
         if self._is_requantized:
-            self._add_floats(planned, "F32", dequantize(rows))
+            self._add_floats(planned, "F32", dequantize(rows).reshape(tensor.shape))
         else:
             self._add_affine(planned, rows)
 
@@ -282,13 +282,17 @@ class _Writer:
 
     def _add_affine(self, planned: PlannedTensor, rows: AffineRows) -> None:
         module = planned.name.removesuffix(".weight")
-        self._shards.add(planned.name, "U32", rows.weight.shape, rows.weight)
+        # The experts of a layer are one tensor of matrices.
+        outer = planned.shape[:-1]
+        words = rows.weight.reshape(*outer, -1)
+        self._shards.add(planned.name, "U32", words.shape, words)
         if self._dtype == "bfloat16":
             raise ConversionError(
                 f"{self._file.path}: --dtype bfloat16 cannot hold the scales of {planned.name} exactly, "
                 "use float16 or float32"
             )
-        for suffix, values in (("scales", rows.scales), ("biases", rows.biases)):
+        for suffix, flat in (("scales", rows.scales), ("biases", rows.biases)):
+            values = flat.reshape(*outer, -1)
             if self._dtype == "float16":
                 halves = self._exact_cast(values, planned)
                 self._shards.add(f"{module}.{suffix}", "F16", halves.shape, halves)

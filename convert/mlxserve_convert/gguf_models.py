@@ -32,6 +32,10 @@ _IN_BLOCK = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.switch_mlp.gate_proj",
+    "ffn_up_exps": "mlp.switch_mlp.up_proj",
+    "ffn_down_exps": "mlp.switch_mlp.down_proj",
 }
 _BLOCK_NAME = re.compile(r"blk\.(\d+)\.([a-z_]+)\.(weight|bias)")
 
@@ -51,6 +55,7 @@ _ARCHITECTURES = {
     "llama": Architecture("llama", "llama", "LlamaForCausalLM", True),
     "qwen2": Architecture("qwen2", "qwen2", "Qwen2ForCausalLM", False),
     "qwen3": Architecture("qwen3", "qwen3", "Qwen3ForCausalLM", False),
+    "qwen3moe": Architecture("qwen3moe", "qwen3_moe", "Qwen3MoeForCausalLM", False),
 }
 
 
@@ -139,10 +144,27 @@ class ConfigReader:
         if self._architecture.name == "llama":
             config["attention_bias"] = "blk.0.attn_q.bias" in self._file.tensors
             config["mlp_bias"] = "blk.0.ffn_up.bias" in self._file.tensors
+        if self._has_experts:
+            config |= self._experts()
         scaling = self._rope_scaling(config)
         if scaling is not None:
             config["rope_scaling"] = scaling
         return config
+
+    @property
+    def _has_experts(self) -> bool:
+        return self._architecture.model_type == "qwen3_moe"
+
+    def _experts(self) -> dict[str, Any]:
+        """Every layer has experts; the weights of those chosen are brought to a sum of 1."""
+        return {
+            "num_experts": self._integer("expert_count"),
+            "num_experts_per_tok": self._integer("expert_used_count"),
+            "moe_intermediate_size": self._integer("expert_feed_forward_length"),
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "norm_topk_prob": True,
+        }
 
     def _check_supported(self) -> None:
         if self._metadata.get("split.count", 0) > 1:
@@ -150,8 +172,8 @@ class ConfigReader:
                 f"{self._file.path}: is one part of a split GGUF, merge the {self._metadata['split.count']} "
                 "parts first"
             )
-        if self._get("expert_count", 0):
-            raise self._fail("expert_count", "mixture-of-experts GGUF files are not supported")
+        if self._get("expert_count", 0) and not self._has_experts:
+            raise self._fail("expert_count", "a mixture of experts is supported in qwen3moe files alone")
         if self._get("attention.value_length", self.head_dim) != self.head_dim:
             raise self._fail("attention.value_length", "differs from key_length, which is not supported")
         if self._architecture.name == "qwen2" and self.head_dim * self.num_heads != self._integer(

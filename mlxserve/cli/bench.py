@@ -30,6 +30,17 @@ def decode_command(
         str | None,
         typer.Option(metavar="mlx-lm", help="Measure stock mlx-lm too, in turn, on one stream."),
     ] = None,
+    context: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,…",
+            help="Decode at these context lengths instead. Only the first 512 tokens are computed, the "
+            "keys and values of the rest are copies of theirs.",
+        ),
+    ] = None,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Show where a decode step's time goes as well.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure prefill and decode of the engine, without HTTP, on random prompts.
@@ -37,7 +48,7 @@ def decode_command(
     Example:
       mlxserve bench decode smollm2 --prompt-tokens 512 --tokens 64 --streams 1,4,16 --json
     """
-    from mlxserve.cli.benchmarks import bench_decode, parse_streams
+    from mlxserve.cli.benchmarks import bench_decode, parse_contexts, parse_streams
 
     bench_decode(
         model,
@@ -45,7 +56,40 @@ def decode_command(
         tokens=tokens,
         streams=parse_streams(streams),
         repeat=repeat,
+        contexts=None if context is None else parse_contexts(context),
         against=against,
+        with_profile=profile,
+        as_json=json,
+    )
+
+
+@bench_app.command("kernels")
+def kernels_command(
+    shape: Annotated[
+        str, typer.Option(metavar="NAME", help="Whose sizes to take: smollm2, llama-1b or qwen3-moe.")
+    ] = "llama-1b",
+    only: Annotated[
+        str | None, typer.Option(metavar="NAME,…", help="Only these kernels (default: all).")
+    ] = None,
+    repeat: Annotated[int, typer.Option(metavar="N", min=1, help="Runs of each; medians are shown.")] = 5,
+    reference_limit: Annotated[
+        float,
+        typer.Option(metavar="S", min=0, help="Leave the reference out where one call takes longer."),
+    ] = 1.0,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Measure each kernel beside its reference in plain mlx, in turn, at a model's sizes.
+
+    Example:
+      mlxserve bench kernels --shape llama-1b --only quantized_matmul,paged_attention
+    """
+    from mlxserve.cli.kernel_benchmarks import bench_kernels
+
+    bench_kernels(
+        shape,
+        only=None if only is None else tuple(only.split(",")),
+        repeat=repeat,
+        reference_limit_s=reference_limit,
         as_json=json,
     )
 

@@ -15,28 +15,43 @@ from mlxserve.cli.model_source import PreparedModel, prepare_model
 from mlxserve.engine.benchmark import (
     DecodeRun,
     DecodeShape,
+    StockRun,
     measure,
     measure_prefix,
+    measure_profile,
     median_run,
     mlx_lm_runner,
-    read_bandwidth,
+    random_prompts,
 )
+from mlxserve.engine.read_rate import ReadRates, measure_read_rates
+from mlxserve.engine.step_profile import PARTS
 from mlxserve.errors import UsageError
 from mlxserve.models.loader import load_model
+from mlxserve.text.tokenizer import load_tokenizer
 from mlxserve_kernels import ops
 
 MAX_STREAMS = 256
+MAX_CONTEXT = 1 << 20
 PEERS = ("mlx-lm",)
 
 
 def parse_streams(text: str) -> tuple[int, ...]:
     """``1,4,16`` as numbers; UsageError for anything else."""
+    return _parse_numbers("--streams", text, MAX_STREAMS)
+
+
+def parse_contexts(text: str) -> tuple[int, ...]:
+    """``128,8192`` as numbers; UsageError for anything else."""
+    return _parse_numbers("--context", text, MAX_CONTEXT)
+
+
+def _parse_numbers(option: str, text: str, maximum: int) -> tuple[int, ...]:
     try:
         values = tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise UsageError(f"--streams wants numbers such as 1,4,16, got {text!r}") from None
-    if not all(1 <= value <= MAX_STREAMS for value in values):
-        raise UsageError(f"--streams wants numbers from 1 to {MAX_STREAMS}, got {text!r}")
+        raise UsageError(f"{option} wants numbers such as 1,4,16, got {text!r}") from None
+    if not all(1 <= value <= maximum for value in values):
+        raise UsageError(f"{option} wants numbers from 1 to {maximum}, got {text!r}")
     return values
 
 
@@ -47,23 +62,31 @@ def bench_decode(
     tokens: int,
     streams: tuple[int, ...],
     repeat: int,
+    contexts: tuple[int, ...] | None,
     against: str | None,
+    with_profile: bool,
     as_json: bool,
 ) -> None:
-    """Measure and print; the peer's runs alternate with ours."""
+    """Measure and print; the peer's runs alternate with ours. ``contexts`` take the place of
+    ``prompt_tokens``."""
     if against is not None and against not in PEERS:
         raise UsageError(f"--against knows {', '.join(PEERS)}, got {against!r}")
+    if against is not None and contexts is not None:
+        raise UsageError("--context and --against exclude each other: a peer computes its whole prompt")
     console = Console(stderr=True)
     source = _real_model(name, console)
+    shapes = [
+        DecodeShape(length, tokens, count, is_context_copied=contexts is not None)
+        for length in contexts or (prompt_tokens,)
+        for count in streams
+    ]
     with console.status(f"Measuring {source.id}"):
-        report = _measure_all(
-            source.path, [DecodeShape(prompt_tokens, tokens, count) for count in streams], repeat, against
-        )
+        report = _measure_all(source.path, shapes, repeat, against, with_profile)
     report = {"model": source.id, "kernels": ops.implementation(), **report}
     if as_json:
         typer.echo(msgspec.json.encode(report).decode())
     else:
-        _print_table(report, prompt_tokens, tokens)
+        _print_table(report, tokens)
 
 
 def bench_kv(name: str, *, history: int, new_tokens: int, repeat: int, as_json: bool) -> None:
@@ -103,57 +126,86 @@ def _real_model(name: str, console: Console) -> PreparedModel:
     return source
 
 
-def _measure_all(folder: Path, shapes: list[DecodeShape], repeat: int, against: str | None) -> dict[str, Any]:
+def _measure_all(
+    folder: Path, shapes: list[DecodeShape], repeat: int, against: str | None, with_profile: bool
+) -> dict[str, Any]:
     model = load_model(folder)
     peer = None if against is None else mlx_lm_runner(folder)
     peer_shape = DecodeShape(shapes[0].prompt_tokens, shapes[0].tokens, 1)
     threads = ops.num_threads()
-    runs: dict[int, list[DecodeRun]] = {shape.streams: [] for shape in shapes}
-    peer_runs: list[tuple[float, float]] = []
+    runs: dict[DecodeShape, list[DecodeRun]] = {shape: [] for shape in shapes}
+    peer_runs: list[StockRun] = []
     rates = []
     for _ in range(repeat):
-        rates.append(read_bandwidth(threads))
+        rates.append(measure_read_rates(threads))
         for shape in shapes:
-            runs[shape.streams].append(measure(model, shape, read_rate=rates[-1]))
+            runs[shape].append(measure(model, shape, read_rate=rates[-1].best))
         if peer is not None:
-            peer_runs.append(peer(peer_shape))
-    medians = {count: median_run(of_count) for count, of_count in runs.items()}
+            (prompt,) = random_prompts(peer_shape, model.vocab_size)
+            peer_runs.append(peer(prompt, peer_shape.tokens))
+    medians = {shape: median_run(of_shape) for shape, of_shape in runs.items()}
     report: dict[str, Any] = {
         "threads": threads,
-        "read_gbps": round(statistics.median(rates) / 1e9, 2),
+        **read_figures(rates),
         "weight_bytes": model.weight_bytes,
         "runs": [_rounded(run.as_dict()) for run in medians.values()],
     }
     if peer_runs:
-        prefill, decode = (statistics.median(figures) for figures in zip(*peer_runs, strict=True))
-        report["peer"] = {
-            "name": against,
-            "prefill_tok_s": round(prefill, 2),
-            "decode_tok_s": round(decode, 2),
-        }
-        if 1 in medians:
-            report["peer"] |= {
-                "prefill_ratio": round(medians[1].prefill_tok_s / prefill, 2),
-                "decode_ratio": round(medians[1].decode_tok_s / decode, 2),
+        report["peer"] = _peer_figures(against, peer_runs, medians.get(peer_shape))
+    if with_profile:
+        tokenizer = load_tokenizer(folder)
+        report["profiles"] = [
+            {
+                "prompt_tokens": shape.prompt_tokens,
+                "streams": shape.streams,
+                **_rounded(measure_profile(model, shape, tokenizer).as_dict()),
             }
+            for shape in shapes
+        ]
     return report
+
+
+def read_figures(rates: list[ReadRates]) -> dict[str, float]:
+    """The machine's read rate in GB/s, and that of small pages alone; medians."""
+    return {
+        "read_gbps": round(statistics.median(rate.best for rate in rates) / 1e9, 2),
+        "read_gbps_small_pages": round(statistics.median(rate.small_pages for rate in rates) / 1e9, 2),
+    }
+
+
+def _peer_figures(name: str | None, runs: list[StockRun], ours: DecodeRun | None) -> dict[str, Any]:
+    prefill = statistics.median(run.prefill_tok_s for run in runs)
+    decode = statistics.median(run.decode_tok_s for run in runs)
+    figures: dict[str, Any] = {
+        "name": name,
+        "prefill_tok_s": round(prefill, 2),
+        "decode_tok_s": round(decode, 2),
+    }
+    if ours is not None and ours.prefill_tok_s is not None:
+        figures |= {
+            "prefill_ratio": round(ours.prefill_tok_s / prefill, 2),
+            "decode_ratio": round(ours.decode_tok_s / decode, 2),
+        }
+    return figures
 
 
 def _rounded(figures: dict[str, Any]) -> dict[str, Any]:
     return {key: round(value, 3) if isinstance(value, float) else value for key, value in figures.items()}
 
 
-def _print_table(report: dict[str, Any], prompt_tokens: int, tokens: int) -> None:
+def _print_table(report: dict[str, Any], tokens: int) -> None:
     table = Table(
-        title=f"{report['model']}: {prompt_tokens} prompt tokens, {tokens} new; {report['threads']} threads, "
+        title=f"{report['model']}: {tokens} new tokens; {report['threads']} threads, "
         f"{report['kernels']} kernels, {report['read_gbps']} GB/s read"
     )
-    for heading in ("streams", "prefill tok/s", "decode tok/s", "MB a token", "of bandwidth"):
+    for heading in ("prompt", "streams", "prefill tok/s", "decode tok/s", "MB a token", "of bandwidth"):
         table.add_column(heading, justify="right")
     for run in report["runs"]:
+        prefill = run["prefill_tok_s"]
         table.add_row(
+            str(run["prompt_tokens"]),
             str(run["streams"]),
-            f"{run['prefill_tok_s']:.1f}",
+            "copied" if prefill is None else f"{prefill:.1f}",
             f"{run['decode_tok_s']:.1f}",
             f"{run['bytes_per_token'] / 1e6:.1f}",
             f"{run['bandwidth_fraction']:.0%}",
@@ -165,3 +217,17 @@ def _print_table(report: dict[str, Any], prompt_tokens: int, tokens: int) -> Non
             f"{peer['name']}, one stream: prefill {peer['prefill_tok_s']:.1f} tok/s, "
             f"decode {peer['decode_tok_s']:.1f} tok/s"
         )
+    if profiles := report.get("profiles"):
+        console.print(_profile_table(profiles))
+
+
+def _profile_table(profiles: list[dict[str, Any]]) -> Table:
+    table = Table(title="Milliseconds of a decode step on the engine thread (medians)")
+    table.add_column("part")
+    for profile in profiles:
+        table.add_column(f"{profile['prompt_tokens']} × {profile['streams']}", justify="right")
+    names = {**PARTS, "step_ms": "the whole step", "host_ms": "the step without waiting for the kernels"}
+    names["detokenize_ms"] = "detokenizer, a token (on the event loop)"
+    for key, name in names.items():
+        table.add_row(name, *(f"{profile[key]:.3f}" for profile in profiles))
+    return table

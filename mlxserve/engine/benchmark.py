@@ -5,8 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,84 +14,128 @@ import mlx.nn as nn
 import numpy as np
 
 from mlxserve.config import DEFAULT_PAGE_SIZE, EngineConfig
+from mlxserve.engine.copied_context import CopiedContext
 from mlxserve.engine.core import EngineCore
 from mlxserve.engine.model_target import ModelTarget
+from mlxserve.engine.step_profile import StepProfile, StepTimer, detokenize_ms
+from mlxserve.engine.target import Target
+from mlxserve.errors import UsageError
 from mlxserve.models.loader import LoadedModel
+from mlxserve.text.tokenizer import Tokenizer
 from mlxserve.types import GenerationRequest, SamplingParams
 from mlxserve_kernels import ops
 
 _SEED = 7
-_READ_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeShape:
-    """What one run does: ``streams`` sequences of ``prompt_tokens``, then ``tokens`` each."""
+    """What one run does: ``streams`` sequences of ``prompt_tokens``, then ``tokens`` each.
+    ``is_context_copied``: the prompts' keys and values are copies (see ``CopiedContext``)."""
 
     prompt_tokens: int
     tokens: int
     streams: int
+    is_context_copied: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeRun:
-    """``prefill_tok_s`` counts prompt tokens until the last stream has its first token,
-    ``decode_tok_s`` the tokens of all streams from then on. ``bytes_per_token`` are weights and KV that
-    one decoded token must read; ``bandwidth_fraction`` is their rate over the machine's read rate."""
+    """``prefill_tok_s`` counts prompt tokens until the last stream has its first token (None for a copied
+    context), ``decode_tok_s`` the tokens of all streams from then until the first stream ends.
+    ``bytes_per_token`` are weights and KV that one decoded token must read; ``bandwidth_fraction`` is
+    their rate over the machine's read rate."""
 
+    prompt_tokens: int
     streams: int
-    prefill_tok_s: float
+    prefill_tok_s: float | None
     decode_tok_s: float
     bytes_per_token: int
     bandwidth_fraction: float
 
-    def as_dict(self) -> dict[str, float]:
+    def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def read_bandwidth(num_threads: int) -> float:
-    """Bytes a second that ``num_threads`` threads read from memory together (best of five)."""
-    arrays = [np.ones(_READ_BYTES // num_threads // 8, dtype=np.int64) for _ in range(num_threads)]
-    rates = []
-    with ThreadPoolExecutor(num_threads) as pool:
-        for _ in range(5):
-            started = time.perf_counter()
-            list(pool.map(np.max, arrays))
-            rates.append(sum(array.nbytes for array in arrays) / (time.perf_counter() - started))
-    return max(rates)
-
-
 def measure(model: LoadedModel, shape: DecodeShape, *, read_rate: float) -> DecodeRun:
-    """One run on a fresh engine."""
-    num_tokens = shape.streams * (shape.prompt_tokens + shape.tokens + DEFAULT_PAGE_SIZE)
-    core = _core(model, streams=shape.streams, num_tokens=num_tokens, prefix_cache=False)
-    prompts = random_prompts(shape, model.vocab_size)
-    started = time.perf_counter()
-    for index, prompt in enumerate(prompts):
-        core.add(GenerationRequest(str(index), prompt, shape.tokens, SamplingParams(temperature=0)))
-    counts = dict.fromkeys(map(str, range(shape.streams)), 0)
-    prefilled = decoding = None
-    while core.has_work:
-        for output in core.step():
-            if output.error is not None:
-                raise output.error
-            counts[output.request_id] += len(output.token_ids)
-        if prefilled is None and all(counts.values()):
-            prefilled, decoding = time.perf_counter(), sum(counts.values())
-    ended = time.perf_counter()
-    assert prefilled is not None
-    assert decoding is not None
-    decode_tok_s = (sum(counts.values()) - decoding) / max(ended - prefilled, 1e-9)
+    """One run on a fresh engine. Its decode figure is of the steps in which all streams decode."""
+    core = decode_core(model, shape)
+    run = run_streams(core, shape, random_prompts(shape, model.vocab_size))
+    drain(core, shape)
+    decode_tok_s = run.num_decoded / max(run.ended - run.prefilled, 1e-9)
     context = shape.prompt_tokens + shape.tokens // 2
     kv_bytes = context * sum(spec.page_bytes(1) for spec in model.layers)
     num_bytes = decode_weight_bytes(model) // shape.streams + kv_bytes
+    prefill_tok_s = shape.streams * shape.prompt_tokens / (run.prefilled - run.started)
     return DecodeRun(
+        prompt_tokens=shape.prompt_tokens,
         streams=shape.streams,
-        prefill_tok_s=shape.streams * shape.prompt_tokens / (prefilled - started),
+        prefill_tok_s=None if shape.is_context_copied else prefill_tok_s,
         decode_tok_s=decode_tok_s,
         bytes_per_token=num_bytes,
         bandwidth_fraction=decode_tok_s * num_bytes / read_rate,
     )
+
+
+def measure_profile(model: LoadedModel, shape: DecodeShape, tokenizer: Tokenizer | None) -> StepProfile:
+    """Where the decode steps of one run on a fresh engine spend their time."""
+    core = decode_core(model, shape)
+    timer = StepTimer(core)
+    with timer.attached():
+        run = run_streams(core, shape, random_prompts(shape, model.vocab_size))
+    drain(core, shape)
+    text_ms = None if tokenizer is None else detokenize_ms(tokenizer, run.tokens[0])
+    return timer.profile(max(run.num_decoded // shape.streams, 1), text_ms)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamsRun:
+    """Times of the start, of the moment when the last stream had its first token, and of the end of the
+    stream that ended first; how many tokens were decoded between the latter two; each stream's tokens."""
+
+    started: float
+    prefilled: float
+    ended: float
+    num_decoded: int
+    tokens: list[list[int]]
+
+
+def run_streams(core: EngineCore, shape: DecodeShape, prompts: list[tuple[int, ...]]) -> StreamsRun:
+    """Runs all streams until one ends: with fewer streams the rest would be another measurement."""
+    tokens: dict[str, list[int]] = {str(index): [] for index in range(shape.streams)}
+    started = time.perf_counter()
+    for name, prompt in zip(tokens, prompts, strict=True):
+        core.add(GenerationRequest(name, prompt, shape.tokens, SamplingParams(temperature=0)))
+    prefilled = ended = None
+    num_first = 0
+    while ended is None:
+        for output in core.step():
+            if output.error is not None:
+                raise output.error
+            tokens[output.request_id] += output.token_ids
+            if output.finish_reason is not None:
+                ended = time.perf_counter()
+        if prefilled is None and all(tokens.values()):
+            prefilled, num_first = time.perf_counter(), _count(tokens)
+    num_decoded = _count(tokens) - num_first
+    if prefilled is None or num_decoded < 1:
+        raise UsageError(
+            f"{shape.tokens} new tokens are too few for {shape.streams} streams of {shape.prompt_tokens} "
+            "prompt tokens: the first one ends before the last one has begun"
+        )
+    return StreamsRun(started, prefilled, ended, num_decoded, list(tokens.values()))
+
+
+def _count(tokens: dict[str, list[int]]) -> int:
+    return sum(map(len, tokens.values()))
+
+
+def drain(core: EngineCore, shape: DecodeShape) -> None:
+    """End what ``run_streams`` left running, so that it takes no time from what is measured next."""
+    for index in range(shape.streams):
+        core.abort(str(index))
+    while core.has_work:
+        core.step()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +163,33 @@ def measure_prefix(model: LoadedModel, *, history_tokens: int, new_tokens: int) 
     return PrefixRun(times[0], times[1], cached)
 
 
-def _core(model: LoadedModel, *, streams: int, num_tokens: int, prefix_cache: bool) -> EngineCore:
+def decode_core(model: LoadedModel, shape: DecodeShape) -> EngineCore:
+    """A fresh engine that holds one run of ``shape``."""
+    num_tokens = shape.streams * (shape.prompt_tokens + shape.tokens + DEFAULT_PAGE_SIZE)
+    return _core(
+        model,
+        streams=shape.streams,
+        num_tokens=num_tokens,
+        prefix_cache=False,
+        is_context_copied=shape.is_context_copied,
+    )
+
+
+def _core(
+    model: LoadedModel,
+    *,
+    streams: int,
+    num_tokens: int,
+    prefix_cache: bool,
+    is_context_copied: bool = False,
+) -> EngineCore:
     """An engine with pages for ``num_tokens``."""
     config = EngineConfig(
         max_running=streams, prefix_cache=prefix_cache, kv_pages=-(-num_tokens // DEFAULT_PAGE_SIZE)
     )
-    target = ModelTarget(model, config.page_size)
+    target: Target = ModelTarget(model, config.page_size)
+    if is_context_copied:
+        target = CopiedContext(target, config.page_size)
     return EngineCore(target, config, is_pipelined=ops.supports_steps_in_flight())
 
 
@@ -146,10 +210,14 @@ def random_prompts(shape: DecodeShape, vocab_size: int) -> list[tuple[int, ...]]
 
 
 def median_run(runs: list[DecodeRun]) -> DecodeRun:
-    """The median of each figure over runs of one shape."""
-    fields = [run.as_dict() for run in runs]
-    medians: dict[str, Any] = {key: statistics.median(run[key] for run in fields) for key in fields[0]}
-    return DecodeRun(**(medians | {"streams": runs[0].streams, "bytes_per_token": runs[0].bytes_per_token}))
+    """The median of each measured figure over runs of one shape."""
+    prefills = [run.prefill_tok_s for run in runs if run.prefill_tok_s is not None]
+    return replace(
+        runs[0],
+        prefill_tok_s=statistics.median(prefills) if prefills else None,
+        decode_tok_s=statistics.median(run.decode_tok_s for run in runs),
+        bandwidth_fraction=statistics.median(run.bandwidth_fraction for run in runs),
+    )
 
 
 def load_stock_float32(folder: Path) -> nn.Module:
@@ -162,26 +230,36 @@ def load_stock_float32(folder: Path) -> nn.Module:
     return module
 
 
-def mlx_lm_runner(folder: Path) -> Callable[[DecodeShape], tuple[float, float]]:
-    """Stock mlx-lm on the same folder with float32 activations: a function from a shape (one stream) to
-    (prefill tok/s, decode tok/s)."""
+@dataclass(frozen=True, slots=True)
+class StockRun:
+    """What one stream of stock mlx-lm gave."""
+
+    prefill_tok_s: float
+    decode_tok_s: float
+    token_ids: list[int]
+
+
+def mlx_lm_runner(folder: Path) -> Callable[[tuple[int, ...], int], StockRun]:
+    """Stock mlx-lm on the same folder with float32 activations: a function from a prompt and a number of new
+    tokens (at least 2)."""
     from mlx_lm.models.cache import make_prompt_cache
 
     module = load_stock_float32(folder)
-    vocab_size = int(module.args.vocab_size)
 
-    def run(shape: DecodeShape) -> tuple[float, float]:
-        assert shape.streams == 1
+    def run(prompt: tuple[int, ...], num_tokens: int) -> StockRun:
         caches = make_prompt_cache(module)
         started = time.perf_counter()
-        logits = module(mx.array(random_prompts(shape, vocab_size)), caches)
-        token = mx.argmax(logits[:, -1], axis=-1)
-        mx.eval(token)
+        tokens = [mx.argmax(module(mx.array([prompt]), caches)[:, -1], axis=-1)]
+        mx.eval(tokens[0])
         prefilled = time.perf_counter()
-        for _ in range(shape.tokens - 1):
-            token = mx.argmax(module(token[:, None], caches)[:, -1], axis=-1)
-            mx.eval(token)
+        for _ in range(num_tokens - 1):
+            tokens.append(mx.argmax(module(tokens[-1][:, None], caches)[:, -1], axis=-1))
+            mx.eval(tokens[-1])
         ended = time.perf_counter()
-        return shape.prompt_tokens / (prefilled - started), (shape.tokens - 1) / (ended - prefilled)
+        return StockRun(
+            len(prompt) / (prefilled - started),
+            (num_tokens - 1) / (ended - prefilled),
+            np.array(mx.concatenate(tokens)).tolist(),
+        )
 
     return run

@@ -112,7 +112,7 @@ def test_unknown_architecture_lists_the_known(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"llama.expert_count": 8}, "llama.expert_count: mixture-of-experts"),
+        ({"llama.expert_count": 8}, "llama.expert_count: a mixture of experts"),
         ({"llama.rope.dimension_count": 8}, "expected the head size 16, found 8"),
         ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, "'longrope'"),
         ({"split.count": 3}, "one part of a split GGUF"),
