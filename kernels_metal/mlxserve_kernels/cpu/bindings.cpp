@@ -67,6 +67,21 @@ void bind_decoder(nb::module_& m) {
         "block_tables"_a, "q_starts"_a, "kv_lens"_a, "k_pools"_a, "v_pools"_a);
 }
 
+void bind_experts(nb::module_& m) {
+  using mlxserve::ExpertArrays;
+  nb::class_<ExpertArrays>(m, "ExpertArrays")
+      .def("__init__", [](ExpertArrays* to, const mlxserve::mx::array& w, const Optional& scales,
+                          const Optional& biases, int group_size, int bits, const Optional& bias) {
+        new (to) ExpertArrays{w, scales, biases, group_size, bits, bias};
+      }, "w"_a, "scales"_a.none(), "biases"_a.none(), "group_size"_a, "bits"_a, "bias"_a.none());
+  m.def("gather_matmul", &mlxserve::gather_matmul, "x"_a, "ids"_a, "matrix"_a);
+  m.def("gated_experts", &mlxserve::gated_experts, "x"_a, "ids"_a, "shares"_a.none(), "gate"_a, "up"_a, "down"_a,
+        "activation"_a);
+  m.def("route", [](const mlxserve::mx::array& logits, int top_k, bool is_normalized) {
+    return mlxserve::route(logits, top_k, is_normalized);
+  }, "logits"_a, "top_k"_a, "is_normalized"_a);
+}
+
 }  // namespace
 
 NB_MODULE(_cpu, m) {
@@ -98,4 +113,5 @@ NB_MODULE(_cpu, m) {
   m.def("paged_attention", &mlxserve::paged_attention, "q"_a, "k_pool"_a, "v_pool"_a, "block_tables"_a, "q_starts"_a,
         "kv_lens"_a, "scale"_a, "window"_a, "softcap"_a, "sinks"_a.none());
   bind_decoder(m);
+  bind_experts(m);
 }
