@@ -137,9 +137,7 @@ def test_gated_experts_equal_reference(activation: Activation, bits: int | None)
 def test_formats_may_differ() -> None:
     gate, up, down = experts(4, 64, 32, 4), experts(4, 64, 32, 8), experts(4, 20, 64, None, dtype=mx.bfloat16)
     x, ids = mx.random.normal((9, 32)), random_ids(9, 2, 4)
-    assert_close(
-        ops.gated_experts(x, ids, gate, up, down), reference.gated_experts(x, ids, gate, up, down)
-    )
+    assert_close(ops.gated_experts(x, ids, gate, up, down), reference.gated_experts(x, ids, gate, up, down))
 
 
 @pytest.mark.usefixtures("each_isa")
