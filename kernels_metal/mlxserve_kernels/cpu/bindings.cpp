@@ -20,6 +20,7 @@ namespace {
 using mlxserve::Activation;
 using mlxserve::DecoderLayer;
 using mlxserve::DecoderStack;
+using mlxserve::Experts;
 using mlxserve::Matrix;
 using mlxserve::Norm;
 using mlxserve::Rope;
@@ -36,6 +37,9 @@ void bind_decoder(nb::module_& m) {
   nb::enum_<Activation>(m, "Activation")
       .value("silu", Activation::silu)
       .value("gelu_tanh", Activation::gelu_tanh);
+  nb::class_<Experts>(m, "Experts")
+      .def(nb::init<Matrix, Matrix, Matrix, Matrix, long, bool, std::optional<Matrix>>(), "router"_a, "gate"_a, "up"_a,
+           "down"_a, "top_k"_a, "is_normalized"_a, "shared_gate"_a.none());
   nb::class_<DecoderLayer>(m, "DecoderLayer")
       .def(nb::init<>())
       .def_rw("heads", &DecoderLayer::heads)
@@ -54,6 +58,7 @@ void bind_decoder(nb::module_& m) {
       .def_rw("gate", &DecoderLayer::gate)
       .def_rw("up", &DecoderLayer::up)
       .def_rw("down", &DecoderLayer::down)
+      .def_rw("experts", &DecoderLayer::experts)
       .def_rw("attention_norm", &DecoderLayer::attention_norm)
       .def_rw("q_norm", &DecoderLayer::q_norm)
       .def_rw("k_norm", &DecoderLayer::k_norm)
