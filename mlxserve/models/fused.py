@@ -56,9 +56,11 @@ _FAMILIES = {
     "gemma2.TransformerBlock": _GEMMA,
     "gemma3_text.TransformerBlock": _GEMMA,
     "granite.TransformerBlock": _PRE_NORM,
+    "granitemoe.GraniteMoeDecoderLayer": _Family(experts="block_sparse_moe"),
     "llama.TransformerBlock": _PRE_NORM,
     "mixtral.MixtralDecoderLayer": _Family(experts="block_sparse_moe"),
     "olmo2.TransformerBlock": _POST_NORM,
+    "olmoe.TransformerBlock": _PRE_NORM,
     "phi3.TransformerBlock": _PRE_NORM,
     "qwen2.TransformerBlock": _PRE_NORM,
     "qwen2_moe.Qwen2MoeDecoderLayer": _PRE_NORM,
@@ -147,7 +149,7 @@ def _fused_class(original: type[nn.Module]) -> type[nn.Module]:
             x = _run(part.stack, x, cache, part.first)
         if part.experts is not None:
             normed = x if part.norm is None else self[part.norm](x)
-            x = x + self[part.experts](normed)
+            x = x + self[part.experts](normed) * getattr(self, "residual_multiplier", 1.0)
         return x
 
     return type(original.__name__, (original,), {"__call__": call, "unfused_class": original})

@@ -57,6 +57,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": MOE | {"shared_expert_intermediate_size": 32},
     "qwen3_moe": MOE | {"decoder_sparse_step": 2, "mlp_only_layers": [], "norm_topk_prob": True},
     "mixtral": MOE,
+    "olmoe": MOE | {"norm_topk_prob": True},
+    "granitemoe": GRANITE | MOE,
     "gemma2": {},
     "gemma3_text": {"sliding_window": 8},
     "phi3": {},
@@ -258,7 +260,7 @@ def test_steps_in_flight_see_their_own_pages(tmp_path: Path) -> None:
     np.testing.assert_array_equal(np.concatenate([np.array(logits) for logits in results]), expected)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe"])
 def test_experts_are_part_of_the_stack(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,9 +271,10 @@ def test_experts_are_part_of_the_stack(
     np.testing.assert_array_equal(in_chunks(model, random_tokens(9), [8, 1], range(2)), expected)
 
 
-def test_experts_in_other_formats_run_behind_the_attention(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["mixtral", "granitemoe"])
+def test_experts_in_other_formats_run_behind_the_attention(family: str, tmp_path: Path) -> None:
     """The experts of a layer in six bits, all else in four."""
-    folder = tiny(tmp_path, "mixtral")
+    folder = tiny(tmp_path, family)
     quantize(folder, 4, bits_of={"switch_mlp": 6})
     tokens = random_tokens(30)
     fused, unfused = load_model(folder), load_model(folder, fuse=False)
