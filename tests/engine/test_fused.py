@@ -261,9 +261,7 @@ def test_steps_in_flight_see_their_own_pages(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe"])
-def test_experts_are_part_of_the_stack(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_experts_are_part_of_the_stack(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load_model(tiny(tmp_path, family, bits=4))
     expected = in_chunks(model, random_tokens(9), [8, 1], range(2))
     for name in ("route", "gated_experts", "gather_matmul"):

@@ -182,6 +182,7 @@ struct Run {
                               std::size_t(pairs), std::size_t(pairs * width), std::size_t(pairs * width),
                               std::size_t(pairs * l.hidden())};
       for (int i = 0; i < 6; ++i) sizes[i] = std::max(sizes[i], needed[i]);
+      private_floats = std::max(private_floats, expert_scratch_floats(std::max(l.hidden(), width)));
       // The experts of a row differ, so few rows are few of each.
       long rows = is_few() ? 0 : groupings.back().max_packed_rows();
       packing = std::max(packing, kernels().packed_floats(rows, std::max(l.hidden(), width)));

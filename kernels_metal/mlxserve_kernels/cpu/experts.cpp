@@ -45,13 +45,13 @@ void Grouping::sort(const int* ids) {
 }
 
 long Grouping::max_packed_rows() const {
-  long total = rows * top_k, most_groups = std::min(experts, total / (kMaxDirectRows + 1));
+  long total = rows * top_k, most_groups = std::min(experts, total / (kernels().block_rows + 1));
   return most_groups ? total + most_groups * (kernels().row_tile - 1) : 0;
 }
 
 std::size_t expert_scratch_floats(long k) {
   const Kernels& use = kernels();
-  return std::max<std::size_t>(std::max(kMaxDirectRows, use.row_tile) * k, use.panel_floats(k));
+  return std::max<std::size_t>(std::max(use.block_rows, use.row_tile) * k, use.panel_floats(k));
 }
 
 }  // namespace mlxserve

@@ -33,7 +33,7 @@ class Grouping {
     long expert;
     long begin, count;  // places
     long packed;        // its first packed row, where it is not few
-    bool is_few() const { return count <= kMaxDirectRows; }
+    bool is_few() const { return count <= kernels().block_rows; }
   };
 
   Grouping(long rows, long top_k, long experts);
@@ -152,7 +152,10 @@ class ExpertWorker {
       if (copied_ != &group) copy_ = inputs(group.begin, group.count);
       copied_ = &group;
       tile.x = copy_;
-      use_.matmul_direct(m.of(group.expert), tile);
+      for (; tile.row_begin < rows.end; tile.row_begin = tile.row_end) {
+        tile.row_end = std::min(tile.row_begin + kMaxDirectRows, rows.end);
+        use_.matmul_direct(m.of(group.expert), tile);
+      }
     }
     if (!m.bias) return;
     const float* bias = m.bias + group.expert * m.w.n + cols.begin;
