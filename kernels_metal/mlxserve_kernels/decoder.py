@@ -23,6 +23,7 @@ from typing import Any, Literal
 import mlx.core as mx
 
 from mlxserve_kernels.dispatch import FLOAT_TYPES, TILE_ROWS, extension, reads_affine
+from mlxserve_kernels.experts import ExpertWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +81,36 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """What stands in the place of a layer's gate, up and down (``ops.route``, ``ops.gated_experts``)::
+
+        ids, shares = route(router(h), top_k)
+        y = gated_experts(h, ids, shares)
+
+    ``shared_gate``, of one output, is for layers that have gate, up and down as well: to y is added
+    ``sigmoid(shared_gate(h)) * down(activation(gate(h)) * up(h))``.
+    """
+
+    router: Projection
+    gate: ExpertWeights
+    up: ExpertWeights
+    down: ExpertWeights
+    top_k: int
+    is_normalized: bool
+    shared_gate: Projection | None = None
+
+    @property
+    def is_supported(self) -> bool:
+        """Whether the kernels read all formats."""
+        parts = (self.router, self.shared_gate, self.gate, self.up, self.down)
+        return all(part.is_supported for part in parts if part is not None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderLayer:
     """See the module's docstring; attention parameters as in ``ops.paged_attention``. ``gate``, ``up`` and
-    ``down`` are all None for a layer that ends after its attention."""
+    ``down`` are all None for a layer with experts and no shared one, and, without experts too, for one that
+    ends after its attention."""
 
     heads: int
     kv_heads: int
@@ -96,6 +124,7 @@ class DecoderLayer:
     gate: Projection | None = None
     up: Projection | None = None
     down: Projection | None = None
+    experts: Experts | None = None
     attention_norm: Norm | None = None
     q_norm: Norm | None = None
     k_norm: Norm | None = None
@@ -117,7 +146,8 @@ class DecoderLayer:
 
 def can_stack(layer: DecoderLayer) -> bool:
     """Whether ``DecoderStack`` runs here and reads all formats of this layer."""
-    return extension() is not None and all(part.is_supported for part in layer.projections)
+    are_experts_read = layer.experts is None or layer.experts.is_supported
+    return extension() is not None and are_experts_read and all(p.is_supported for p in layer.projections)
 
 
 class DecoderStack:
@@ -178,6 +208,8 @@ def _native(cpu: Any, layer: DecoderLayer) -> Any:
     for name in ("q", "k", "v", "o", "gate", "up", "down"):
         if (projection := getattr(layer, name)) is not None:
             setattr(native, name, _native_matrix(cpu, projection))
+    if layer.experts is not None:
+        native.experts = _native_experts(cpu, layer.experts)
     for name in (
         "attention_norm", "q_norm", "k_norm", "post_attention_norm", "mlp_norm", "post_mlp_norm",
     ):  # fmt: skip
@@ -200,3 +232,25 @@ def _native_matrix(cpu: Any, part: Projection) -> Any:
     if part.begin == 0 and part.end is None:
         return matrix
     return matrix.rows(part.begin, part.num_rows if part.end is None else part.end)
+
+
+def _native_experts(cpu: Any, experts: Experts) -> Any:
+    shared_gate = None if experts.shared_gate is None else _native_matrix(cpu, experts.shared_gate)
+    return cpu.Experts(
+        _native_matrix(cpu, experts.router),
+        *(_native_matrix(cpu, _rows(part)) for part in (experts.gate, experts.up, experts.down)),
+        experts.top_k,
+        experts.is_normalized,
+        shared_gate,
+    )
+
+
+def _rows(experts: ExpertWeights) -> Projection:
+    """All experts, one behind the other, as one matrix; on the same memory."""
+    w, *others = (
+        None if array is None else array.flatten(0, 1)
+        for array in (experts.w, experts.scales, experts.biases, experts.bias)
+    )
+    assert w is not None
+    scales, biases, bias = others
+    return Projection(w, scales, biases, experts.group_size, experts.bits, bias)

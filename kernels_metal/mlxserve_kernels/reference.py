@@ -7,7 +7,10 @@ import math
 from collections.abc import Sequence
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
+
+from mlxserve_kernels.experts import Activation, ExpertWeights
 
 
 def quantized_matmul(
@@ -114,6 +117,52 @@ def resize_rows(a: mx.array, num_rows: int) -> mx.array:
     kept = a[:num_rows]
     new = num_rows - kept.shape[0]
     return mx.concatenate([kept, mx.zeros((new, *a.shape[1:]), dtype=a.dtype)])
+
+
+def gather_matmul(x: mx.array, ids: mx.array, weights: ExpertWeights) -> mx.array:
+    is_paired = x.ndim == ids.ndim + 1
+    rows = x[..., None, :] if is_paired else x[..., None, None, :]
+    if weights.scales is None:
+        w = weights.w.astype(x.dtype).swapaxes(-1, -2)
+        y = mx.gather_mm(rows, w, rhs_indices=ids)
+    else:
+        y = mx.gather_qmm(
+            rows,
+            weights.w,
+            weights.scales,
+            weights.biases,
+            rhs_indices=ids,
+            transpose=True,
+            group_size=weights.group_size,
+            bits=weights.bits,
+            mode=weights.mode,
+        )
+    y = y.squeeze(-2).astype(x.dtype)
+    return y if weights.bias is None else y + weights.bias[ids].astype(x.dtype)
+
+
+def gated_experts(
+    x: mx.array,
+    ids: mx.array,
+    gate: ExpertWeights,
+    up: ExpertWeights,
+    down: ExpertWeights,
+    *,
+    activation: Activation = "silu",
+    shares: mx.array | None = None,
+) -> mx.array:
+    function = nn.silu if activation == "silu" else nn.gelu_approx
+    gated = function(gather_matmul(x, ids, gate)) * gather_matmul(x, ids, up)
+    y = gather_matmul(gated, ids, down)
+    return y if shares is None else (y * shares[..., None]).sum(axis=-2).astype(x.dtype)
+
+
+def route(logits: mx.array, top_k: int, *, is_normalized: bool) -> tuple[mx.array, mx.array]:
+    ids = mx.argsort(-logits, axis=-1)[..., :top_k]
+    shares = mx.take_along_axis(mx.softmax(logits, axis=-1, precise=True), ids, axis=-1)
+    if is_normalized:
+        shares = shares / mx.sum(shares, axis=-1, keepdims=True)
+    return ids.astype(mx.int32), shares
 
 
 def write_pages(

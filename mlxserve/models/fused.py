@@ -16,9 +16,10 @@ from typing import Any, Literal
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlxserve.models.experts import gated_experts, router
 from mlxserve.models.layers import KernelLinear, KernelQuantizedLinear, KernelRMSNorm, TiledLinear
 from mlxserve.models.paged import LayerPages, LayerSpec, PagedLayerCache
-from mlxserve_kernels.decoder import DecoderLayer, DecoderStack, Norm, Projection, Rope, can_stack
+from mlxserve_kernels.decoder import DecoderLayer, DecoderStack, Experts, Norm, Projection, Rope, can_stack
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +52,11 @@ _FAMILIES = {
     "gemma2.TransformerBlock": _GEMMA,
     "gemma3_text.TransformerBlock": _GEMMA,
     "granite.TransformerBlock": _PRE_NORM,
+    "granitemoe.GraniteMoeDecoderLayer": _Family(experts="block_sparse_moe"),
     "llama.TransformerBlock": _PRE_NORM,
     "mixtral.MixtralDecoderLayer": _Family(experts="block_sparse_moe"),
     "olmo2.TransformerBlock": _POST_NORM,
+    "olmoe.TransformerBlock": _PRE_NORM,
     "phi3.TransformerBlock": _PRE_NORM,
     "qwen2.TransformerBlock": _PRE_NORM,
     "qwen2_moe.Qwen2MoeDecoderLayer": _PRE_NORM,
@@ -112,7 +115,7 @@ def _end_of_stack(layers: Sequence[DecoderLayer | None], index: int) -> int:
         if layer is None:
             break
         end += 1
-        if layer.gate is None:
+        if layer.gate is None and layer.experts is None:
             break
     return end
 
@@ -121,7 +124,7 @@ def _fuse(blocks: Sequence[nn.Module], layers: Sequence[DecoderLayer | None], fi
     stack = DecoderStack([layer for layer in layers if layer is not None])
     for offset, (block, layer) in enumerate(zip(blocks, layers, strict=True)):
         family = _FAMILIES[_name(block)]
-        has_experts = layer is not None and layer.gate is None
+        has_experts = layer is not None and layer.gate is None and layer.experts is None
         part = _Part(
             first=first,
             stack=stack if offset == 0 else None,
@@ -142,7 +145,7 @@ def _fused_class(original: type[nn.Module]) -> type[nn.Module]:
             x = _run(part.stack, x, cache, part.first)
         if part.experts is not None:
             normed = x if part.norm is None else self[part.norm](x)
-            x = x + self[part.experts](normed)
+            x = x + self[part.experts](normed) * getattr(self, "residual_multiplier", 1.0)
         return x
 
     return type(original.__name__, (original,), {"__call__": call, "unfused_class": original})
@@ -178,7 +181,7 @@ def _describe(block: nn.Module, spec: LayerSpec) -> DecoderLayer | None:
     try:
         layer = DecoderLayer(
             **_attention(block.self_attn, spec),
-            **_mlp(block),
+            **_mlp(block, family),
             attention_norm=_norm(block, family.attention_norm),
             post_attention_norm=_norm(block, family.post_attention_norm),
             mlp_norm=_norm(block, family.mlp_norm),
@@ -217,17 +220,40 @@ def _attention(attention: nn.Module, spec: LayerSpec) -> dict[str, Any]:
     }
 
 
-def _mlp(block: nn.Module) -> dict[str, Any]:
-    """Nothing for a block with experts."""
-    mlp = block.get("mlp")
-    if mlp is None or "switch_mlp" in mlp:
-        return {}
+def _mlp(block: nn.Module, family: _Family) -> dict[str, Any]:
+    """Nothing for a block with experts that are not standard."""
+    mlp = block[family.experts]
+    if "switch_mlp" in mlp:
+        return _experts(mlp, family)
     if "gate_up_proj" in mlp:
         width = _projection(mlp.gate_up_proj).num_rows // 2
         gate, up = _split(mlp.gate_up_proj, [width, 2 * width])
     else:
         gate, up = _projection(mlp.gate_proj), _projection(mlp.up_proj)
     return {"gate": gate, "up": up, "down": _projection(mlp.down_proj)}
+
+
+def _experts(block: nn.Module, family: _Family) -> dict[str, Any]:
+    parts, how = gated_experts(block.switch_mlp), router(block)
+    if parts is None or how is None or parts.activation != family.activation:
+        return {}
+    shared: dict[str, Any] = {}
+    try:
+        if "shared_expert" in block:
+            names = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+            shared = {part: _projection(block.shared_expert[name]) for part, name in names.items()}
+        experts = Experts(
+            router=_projection(how.layer),
+            gate=parts.gate,
+            up=parts.up,
+            down=parts.down,
+            top_k=how.top_k,
+            is_normalized=how.is_normalized,
+            shared_gate=_projection(block.shared_expert_gate) if shared else None,
+        )
+    except _NotStandardError:
+        return {}
+    return {"experts": experts, **shared} if experts.is_supported else {}
 
 
 def _projection(layer: nn.Module, begin: int = 0, end: int | None = None) -> Projection:

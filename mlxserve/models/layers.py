@@ -6,6 +6,7 @@ from __future__ import annotations
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlxserve.models.experts import use_expert_kernels
 from mlxserve_kernels import ops
 
 
@@ -161,9 +162,10 @@ KERNEL_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def use_kernels(model: nn.Module, activation_dtype: mx.Dtype) -> None:
-    """Put every standard layer of ``model`` on our kernels. Subclasses with a ``__call__`` of their own
-    are left alone: their arithmetic is their own."""
+    """Put every standard layer of ``model``, and those with experts, on our kernels. Subclasses with a
+    ``__call__`` of their own are left alone: their arithmetic is their own."""
     for _, module in model.named_modules():
+        use_expert_kernels(module)
         replacement = KERNEL_CLASSES.get(type(module))
         if replacement is not None:
             module.__class__ = replacement

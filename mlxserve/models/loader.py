@@ -19,6 +19,7 @@ from mlx.utils import tree_flatten
 from mlxserve.errors import MlxserveError, ModelLoadError, UnsupportedModelError
 from mlxserve.json_file import read_json_object
 from mlxserve.models.architectures import config_fields
+from mlxserve.models.experts import is_quantized_switch_linear, is_switch_linear
 from mlxserve.models.fused import fuse_blocks, unfuse_blocks
 from mlxserve.models.layers import (
     KernelEmbedding,
@@ -175,9 +176,10 @@ def _convert_parameters(module: nn.Module, dtype: mx.Dtype) -> None:
 
 def _narrow_parameters(layer: nn.Module) -> tuple[str, ...]:
     """The parameters that our float32 kernels read as they are, by now as narrow as is exact."""
-    if isinstance(layer, KernelLinear | KernelEmbedding):
+    if isinstance(layer, KernelLinear | KernelEmbedding) or is_switch_linear(layer):
         return ("weight",)
-    if not isinstance(layer, KernelQuantizedLinear | KernelQuantizedEmbedding):
+    is_quantized = isinstance(layer, KernelQuantizedLinear | KernelQuantizedEmbedding)
+    if not is_quantized and not is_quantized_switch_linear(layer):
         return ()
     scales, biases = layer["scales"], layer.get("biases")
     if not reads_affine(scales, biases, group_size=layer.group_size, bits=layer.bits, mode=layer.mode):

@@ -57,6 +57,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": MOE | {"shared_expert_intermediate_size": 32},
     "qwen3_moe": MOE | {"decoder_sparse_step": 2, "mlp_only_layers": [], "norm_topk_prob": True},
     "mixtral": MOE,
+    "olmoe": MOE | {"norm_topk_prob": True},
+    "granitemoe": GRANITE | MOE,
     "gemma2": {},
     "gemma3_text": {"sliding_window": 8},
     "phi3": {},
@@ -83,16 +85,28 @@ def tiny(folder: Path, family: str, *, bits: int | None = None, **shape: Any) ->
     return folder
 
 
-def quantize(folder: Path, bits: int) -> None:
-    """Rewrite a checkpoint as MLX's affine format, norms and biases as they are."""
+def quantize(folder: Path, bits: int, *, bits_of: dict[str, int] | None = None) -> None:
+    """Rewrite a checkpoint as MLX's affine format, norms and biases as they are. ``bits_of`` names layers,
+    by a part of their paths, that get others."""
     module, _ = load_stock(folder, strict=True)
-    nn.quantize(module, group_size=32, bits=bits)
+    others: dict[str, Any] = {}
+
+    def choose(path: str, layer: nn.Module) -> Any:
+        if not hasattr(layer, "to_quantized"):
+            return False
+        for part, count in (bits_of or {}).items():
+            if part in path:
+                others[path] = {"group_size": 32, "bits": count}
+                return others[path]
+        return True
+
+    nn.quantize(module, group_size=32, bits=bits, class_predicate=choose)
     (folder / "model.safetensors").unlink()
     weights = {name: array for name, array in tree_flatten(module.parameters()) if "rope" not in name}
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
-    config["quantization"] = {"group_size": 32, "bits": bits}
+    config["quantization"] = {"group_size": 32, "bits": bits, **others}
     path.write_text(json.dumps(config), encoding="utf-8")
 
 
@@ -172,7 +186,16 @@ def test_fused_is_unfused_is_stock(family: str, bits: int | None, tmp_path: Path
 
 @pytest.mark.parametrize(
     ("family", "bits"),
-    [("llama", 4), ("llama-windowed", 8), ("gemma3_text", None), ("gemma2", 4), ("olmo2", None)],
+    [
+        ("llama", 4),
+        ("llama-windowed", 8),
+        ("gemma3_text", None),
+        ("gemma2", 4),
+        ("olmo2", None),
+        ("mixtral", 4),
+        ("qwen2_moe", 8),
+        ("qwen3_moe", None),
+    ],
 )
 def test_bits_of_a_row_depend_on_itself_alone(family: str, bits: int | None, tmp_path: Path) -> None:
     model = load_model(tiny(tmp_path, family, bits=bits, context=512))
@@ -200,8 +223,9 @@ def test_bits_are_the_same_beside_other_sequences(tmp_path: Path) -> None:
     np.testing.assert_array_equal(np.concatenate(results), alone)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2_moe"])
 @pytest.mark.parametrize("isa", ["portable", "avx2", "avx512"])
-def test_bits_are_the_same_with_any_number_of_threads(isa: str, tmp_path: Path) -> None:
+def test_bits_are_the_same_with_any_number_of_threads(isa: str, family: str, tmp_path: Path) -> None:
     cpu = extension()
     assert cpu is not None
     if isa not in cpu.available_isas():
@@ -209,7 +233,7 @@ def test_bits_are_the_same_with_any_number_of_threads(isa: str, tmp_path: Path) 
     tokens, in_use = random_tokens(60), cpu.isa()
     try:
         cpu.configure(1, isa)
-        model = load_model(tiny(tmp_path, "llama", bits=4))
+        model = load_model(tiny(tmp_path, family, bits=4))
         results = []
         for threads in (1, 2, 3, 5):
             cpu.configure(threads, isa)
@@ -235,6 +259,27 @@ def test_steps_in_flight_see_their_own_pages(tmp_path: Path) -> None:
         mx.async_eval(logits)
         results.append(logits)
     np.testing.assert_array_equal(np.concatenate([np.array(logits) for logits in results]), expected)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe"])
+def test_experts_are_part_of_the_stack(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_model(tiny(tmp_path, family, bits=4))
+    expected = in_chunks(model, random_tokens(9), [8, 1], range(2))
+    for name in ("route", "gated_experts", "gather_matmul"):
+        monkeypatch.delattr(ops, name)
+    np.testing.assert_array_equal(in_chunks(model, random_tokens(9), [8, 1], range(2)), expected)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "granitemoe"])
+def test_experts_in_other_formats_run_behind_the_attention(family: str, tmp_path: Path) -> None:
+    """The experts of a layer in six bits, all else in four."""
+    folder = tiny(tmp_path, family)
+    quantize(folder, 4, bits_of={"switch_mlp": 6})
+    tokens = random_tokens(30)
+    fused, unfused = load_model(folder), load_model(folder, fuse=False)
+    assert fused.num_fused_layers == NUM_LAYERS
+    logits = in_chunks(fused, tokens, (20, 1, 9), range(4))
+    assert_close(logits, in_chunks(unfused, tokens, (20, 1, 9), range(4)))
 
 
 def test_other_formats_and_blocks_stay_unfused(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ namespace {
 using mlxserve::Activation;
 using mlxserve::DecoderLayer;
 using mlxserve::DecoderStack;
+using mlxserve::Experts;
 using mlxserve::Matrix;
 using mlxserve::Norm;
 using mlxserve::Rope;
@@ -38,6 +39,9 @@ void bind_decoder(nb::module_& m) {
   nb::enum_<Activation>(m, "Activation")
       .value("silu", Activation::silu)
       .value("gelu_tanh", Activation::gelu_tanh);
+  nb::class_<Experts>(m, "Experts")
+      .def(nb::init<Matrix, Matrix, Matrix, Matrix, long, bool, std::optional<Matrix>>(), "router"_a, "gate"_a, "up"_a,
+           "down"_a, "top_k"_a, "is_normalized"_a, "shared_gate"_a.none());
   nb::class_<DecoderLayer>(m, "DecoderLayer")
       .def(nb::init<>())
       .def_rw("heads", &DecoderLayer::heads)
@@ -56,6 +60,7 @@ void bind_decoder(nb::module_& m) {
       .def_rw("gate", &DecoderLayer::gate)
       .def_rw("up", &DecoderLayer::up)
       .def_rw("down", &DecoderLayer::down)
+      .def_rw("experts", &DecoderLayer::experts)
       .def_rw("attention_norm", &DecoderLayer::attention_norm)
       .def_rw("q_norm", &DecoderLayer::q_norm)
       .def_rw("k_norm", &DecoderLayer::k_norm)
@@ -67,6 +72,21 @@ void bind_decoder(nb::module_& m) {
   nb::class_<DecoderStack>(m, "DecoderStack").def(nb::init<std::vector<DecoderLayer>>(), "layers"_a);
   m.def("decoder_stack", &mlxserve::decoder_stack, "stack"_a, "hidden"_a, "positions"_a, "slot_mapping"_a,
         "block_tables"_a, "q_starts"_a, "kv_lens"_a, "k_pools"_a, "v_pools"_a);
+}
+
+void bind_experts(nb::module_& m) {
+  using mlxserve::ExpertArrays;
+  nb::class_<ExpertArrays>(m, "ExpertArrays")
+      .def("__init__", [](ExpertArrays* to, const mlxserve::mx::array& w, const Optional& scales,
+                          const Optional& biases, int group_size, int bits, const Optional& bias) {
+        new (to) ExpertArrays{w, scales, biases, group_size, bits, bias};
+      }, "w"_a, "scales"_a.none(), "biases"_a.none(), "group_size"_a, "bits"_a, "bias"_a.none());
+  m.def("gather_matmul", &mlxserve::gather_matmul, "x"_a, "ids"_a, "matrix"_a);
+  m.def("gated_experts", &mlxserve::gated_experts, "x"_a, "ids"_a, "shares"_a.none(), "gate"_a, "up"_a, "down"_a,
+        "activation"_a);
+  m.def("route", [](const mlxserve::mx::array& logits, int top_k, bool is_normalized) {
+    return mlxserve::route(logits, top_k, is_normalized);
+  }, "logits"_a, "top_k"_a, "is_normalized"_a);
 }
 
 }  // namespace
@@ -108,4 +128,5 @@ NB_MODULE(_cpu, m) {
   m.def("paged_attention", &mlxserve::paged_attention, "q"_a, "k_pool"_a, "v_pool"_a, "block_tables"_a, "q_starts"_a,
         "kv_lens"_a, "scale"_a, "window"_a, "softcap"_a, "sinks"_a.none());
   bind_decoder(m);
+  bind_experts(m);
 }

@@ -18,7 +18,7 @@ namespace {
 
 constexpr long kColumns = 16;         // columns that one unit of work has at least, with few rows
 constexpr long kPartRows = 128;       // rows of a unit of work, with many
-constexpr long kPhasesOfALayer = 12;  // at most
+constexpr long kPhasesOfALayer = 21;  // at most, with experts and a shared one
 
 struct LayerPools {
   KvPool keys, values;
@@ -100,6 +100,10 @@ struct Run {
   std::size_t private_floats = 0;
   const long digits = num_digits();
   float *angles, *q, *k, *v, *attended, *sum, *gate, *up, *packed, *integers, *partials;
+  // Of layers with experts. Each has its own grouping: a late thread may still look at an earlier layer's.
+  float *normed, *logits, *shares, *expert_gates, *expert_ups, *expert_sums;
+  std::vector<int> expert_ids;
+  std::vector<Grouping> groupings;
 
   Run(const DecoderStack& stack, const Step& step)
       : stack(stack), step(step), team(long(stack.layers.size()) * kPhasesOfALayer + 1) {
@@ -154,22 +158,50 @@ struct Run {
       sizes[9] = std::max(sizes[9], each.partial_floats);
       private_floats = std::max(private_floats, each.scratch_floats);
     }
-    std::size_t normed = aligned(std::max(kMaxDirectRows, use.row_tile) * stack.widest);
-    private_floats = std::max(private_floats, normed);
+    std::size_t normed_floats = aligned(std::max(kMaxDirectRows, use.row_tile) * stack.widest);
+    private_floats = std::max(private_floats, normed_floats);
     if (stack.has_tiles)
-      private_floats = std::max(private_floats, normed + digit_floats(is_few() ? rows : 0) +
+      private_floats = std::max(private_floats, normed_floats + digit_floats(is_few() ? rows : 0) +
                                                     aligned(use.tile_panel_bytes(stack.widest) / sizeof(float)));
     if (!is_few() && stack.has_plain) private_floats = std::max(private_floats, use.panel_floats(stack.widest));
+    std::size_t expert_sizes[6] = {};
+    place_experts(expert_sizes, sizes[7]);
     std::size_t total = aligned(sizes[6]);
     for (std::size_t size : sizes) total += aligned(size);
+    for (std::size_t size : expert_sizes) total += aligned(size);
     float* next = scratch(2, total);
     for (auto [to, size] : {std::pair{&angles, sizes[0]}, {&q, sizes[1]}, {&k, sizes[2]}, {&v, sizes[3]},
                             {&attended, sizes[4]}, {&sum, sizes[5]}, {&gate, sizes[6]}, {&up, sizes[6]},
-                            {&packed, sizes[7]}, {&integers, sizes[8]}, {&partials, sizes[9]}})
+                            {&packed, sizes[7]}, {&integers, sizes[8]}, {&partials, sizes[9]},
+                            {&normed, expert_sizes[0]}, {&logits, expert_sizes[1]}, {&shares, expert_sizes[2]},
+                            {&expert_gates, expert_sizes[3]}, {&expert_ups, expert_sizes[4]},
+                            {&expert_sums, expert_sizes[5]}})
       *to = next, next += aligned(size);
     // Rows of no sequence attend to nothing.
     long covered = step.q_starts[step.sequences];
     if (covered < rows) std::memset(attended, 0, sizes[4] * sizeof(float));
+  }
+
+  // Makes the groupings; the floats of the arrays from `normed` to `expert_sums`, and of `packed` at least.
+  void place_experts(std::size_t* sizes, std::size_t& packing) {
+    for (const DecoderLayer& l : stack.layers) {
+      if (!l.experts) {
+        groupings.emplace_back(0, 1, 0);
+        continue;
+      }
+      const Experts& e = *l.experts;
+      groupings.emplace_back(step.rows, e.top_k, e.count);
+      long pairs = step.rows * e.top_k, width = e.gate.w.n;
+      std::size_t needed[] = {std::size_t(step.rows * l.hidden()), std::size_t(step.rows * (e.count + 1)),
+                              std::size_t(pairs), std::size_t(pairs * width), std::size_t(pairs * width),
+                              std::size_t(pairs * l.hidden())};
+      for (int i = 0; i < 6; ++i) sizes[i] = std::max(sizes[i], needed[i]);
+      private_floats = std::max(private_floats, expert_scratch_floats(std::max(l.hidden(), width)));
+      // The experts of a row differ, so few rows are few of each.
+      long rows = is_few() ? 0 : groupings.back().max_packed_rows();
+      packing = std::max(packing, kernels().packed_floats(rows, std::max(l.hidden(), width)));
+      if (expert_ids.size() < std::size_t(pairs)) expert_ids.resize(pairs);
+    }
   }
 };
 
@@ -184,7 +216,8 @@ class Worker {
     for (std::size_t i = 0; i < run_.stack.layers.size(); ++i) {
       const DecoderLayer& l = run_.stack.layers[i];
       attention_block(l, i);
-      if (l.has_mlp()) mlp_block(l);
+      if (l.experts) experts_block(l, i);
+      else if (l.has_mlp()) mlp_block(l);
     }
   }
 
@@ -236,8 +269,14 @@ class Worker {
   }
 
   void mlp_block(const DecoderLayer& l) {
+    gate_and_up(l, run_.step.hidden, l.mlp_norm);
+    project_and_add(l, *l.down, l.post_mlp_norm);
+  }
+
+  // The input of the layer's `down`.
+  void gate_and_up(const DecoderLayer& l, const float* from, const std::optional<Norm>& norm) {
     long width = l.gate->w.n;
-    prepare(run_.step.hidden, l.hidden(), l.mlp_norm, {&*l.gate, &*l.up});
+    prepare(from, l.hidden(), norm, {&*l.gate, &*l.up});
     columns({width}, [&](long, const Range& rows, const Range& cols) {
       project(*l.gate, run_.gate, rows, cols);
       project(*l.up, run_.up, rows, cols);
@@ -247,7 +286,73 @@ class Worker {
       }
     });
     prepare(run_.gate, width, {}, {&*l.down});
-    project_and_add(l, *l.down, l.post_mlp_norm);
+  }
+
+  void experts_block(const DecoderLayer& l, std::size_t index) {
+    const Experts& e = *l.experts;
+    const Grouping& grouping = choose_experts(l, index);
+    long hidden = l.hidden(), width = e.gate.w.n;
+    auto share_units = [this](long units, auto&& body) { share(units, body); };
+    ExpertWorker worker(grouping, private_, share_units);
+    using Order = decltype(worker)::Order;
+    worker.prepare(run_.normed, hidden, Order::rows, run_.packed);
+    worker.multiply_gated(e.gate, e.up, l.activation, run_.expert_gates, run_.expert_ups);
+    worker.prepare(run_.expert_gates, width, Order::places, run_.packed);
+    worker.multiply(e.down, run_.expert_sums);
+    if (e.shared_gate) {
+      gate_and_up(l, run_.normed, {});
+      columns({hidden}, [&](long, const Range& rows, const Range& cols) { project(*l.down, run_.sum, rows, cols); });
+    }
+    share(rows_, [&](long begin, long end) {
+      for (long row = begin; row < end; ++row) {
+        worker.combine_row(run_.expert_sums, hidden, run_.shares, row, private_);
+        if (e.shared_gate) {
+          float share = 1 / (1 + std::exp(-run_.logits[rows_ * e.count + row]));
+          use_.add_scaled(private_, run_.sum + row * hidden, share, hidden);
+        }
+        if (const auto& norm = l.post_mlp_norm)
+          use_.rms_norm(private_, norm->data, norm->format, norm->eps, 1, hidden, private_);
+        use_.add_scaled(run_.step.hidden + row * hidden, private_, l.residual_multiplier, hidden);
+      }
+    });
+  }
+
+  // Normed rows and their experts, sorted.
+  const Grouping& choose_experts(const DecoderLayer& l, std::size_t index) {
+    const Experts& e = *l.experts;
+    Grouping& grouping = run_.groupings[index];
+    auto norm_rows = [&](long begin, long end) {
+      long hidden = l.hidden();
+      const float* from = run_.step.hidden + begin * hidden;
+      float* to = run_.normed + begin * hidden;
+      if (const auto& norm = l.mlp_norm) use_.rms_norm(from, norm->data, norm->format, norm->eps, end - begin, hidden, to);
+      else std::memcpy(to, from, (end - begin) * hidden * sizeof(float));
+    };
+    auto route_rows = [&](long begin, long end) {
+      for (long row = begin; row < end; ++row)
+        route(run_.logits + row * e.count, e.count, e.top_k, e.is_normalized, run_.expert_ids.data() + row * e.top_k,
+              run_.shares + row * e.top_k);
+    };
+    if (run_.is_few()) {
+      prepare(run_.step.hidden, l.hidden(), l.mlp_norm, {&e.router});
+      project_router(e);
+      share(1, [&](long, long) { norm_rows(0, rows_), route_rows(0, rows_), grouping.sort(run_.expert_ids.data()); });
+    } else {
+      share(rows_, norm_rows);
+      prepare(run_.normed, l.hidden(), {}, {&e.router, e.shared_gate ? &*e.shared_gate : &e.router});
+      project_router(e);
+      share(rows_, route_rows);
+      share(1, [&](long, long) { grouping.sort(run_.expert_ids.data()); });
+    }
+    return grouping;
+  }
+
+  // The router's logits [rows, experts], behind them the shared gate's [rows].
+  void project_router(const Experts& e) {
+    float* shared = run_.logits + rows_ * e.count;
+    columns({e.count, e.shared_gate ? 1 : 0}, [&](long which, const Range& rows, const Range& cols) {
+      project(which ? *e.shared_gate : e.router, which ? shared : run_.logits, rows, cols);
+    });
   }
 
   struct Range {

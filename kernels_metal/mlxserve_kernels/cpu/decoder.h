@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "experts.h"
 #include "kernels.h"
 #include "mlx/array.h"
 
@@ -54,6 +55,18 @@ struct Rope {
   long half() const { return long(inverse_frequencies.size()); }
 };
 
+// Experts of a layer. gate, up and down hold those of all experts, one behind the other.
+struct Experts {
+  Experts(Matrix router, Matrix gate, Matrix up, Matrix down, long top_k, bool is_normalized,
+          std::optional<Matrix> shared_gate);
+
+  Matrix router, gate_arrays, up_arrays, down_arrays;
+  ExpertMatrix gate, up, down;
+  long count, top_k;
+  bool is_normalized;
+  std::optional<Matrix> shared_gate;
+};
+
 struct DecoderLayer {
   long heads = 0, kv_heads = 0, dim = 0, value_dim = 0;
   float scale = 0;
@@ -62,6 +75,7 @@ struct DecoderLayer {
   float residual_multiplier = 1;
   Activation activation = Activation::silu;
   std::optional<Matrix> q, k, v, o, gate, up, down;
+  std::optional<Experts> experts;
   std::optional<Norm> attention_norm, q_norm, k_norm, post_attention_norm, mlp_norm, post_mlp_norm;
   std::optional<Rope> rope;
   std::optional<mx::array> sinks;

@@ -7,6 +7,7 @@
 #include "mlx/transforms.h"
 #include "primitive.h"
 #include "tiles_view.h"
+#include "weight.h"
 
 namespace mlxserve {
 namespace {
@@ -15,12 +16,6 @@ mx::array ready(const mx::array& a) {
   mx::array whole = mx::contiguous(a);
   whole.eval();
   return whole;
-}
-
-long row_bytes(const Weight& w) {
-  if (w.format == Format::affine4) return w.k / 2;
-  if (w.format == Format::affine8) return w.k;
-  return w.k * (w.format == Format::float32 ? 4 : 2);
 }
 
 bool has_same_angles(const Rope& a, const Rope& b) {
@@ -47,6 +42,13 @@ void check(const DecoderLayer& l, long hidden) {
     fits("gate", *l.gate, l.gate->w.n, hidden);
     fits("up", *l.up, l.gate->w.n, hidden);
     fits("down", *l.down, hidden, l.gate->w.n);
+  }
+  if (l.experts) {
+    const Experts& e = *l.experts;
+    require(e.router.w.k == hidden && e.gate.w.k == hidden && e.down.w.n == hidden, op,
+            ": router, gate and down of experts must have ", hidden, " inputs and outputs");
+    require(l.has_mlp() == e.shared_gate.has_value(), op, ": a shared expert and its gate come together");
+    if (e.shared_gate) fits("shared_gate", *e.shared_gate, 1, hidden);
   }
   for (const auto* norm : {&l.attention_norm, &l.post_attention_norm, &l.mlp_norm, &l.post_mlp_norm})
     require(!*norm || (*norm)->size == hidden, op, ": a norm must have ", hidden, " weights");
@@ -111,20 +113,26 @@ void Matrix::take_bias(const std::optional<mx::array>& bias) {
 Matrix Matrix::rows(long begin, long end) const {
   require(begin >= 0 && begin < end && end <= w.n, "Matrix: rows ", begin, " to ", end, " of ", w.n);
   Matrix part = *this;
-  part.w.n = end - begin;
-  if (is_tiled(w.format)) {
-    require(begin % kTile == 0 && part.w.n % kTile == 0, "Matrix: rows ", begin, " to ", end, " are no whole tiles");
-    part.w.data = static_cast<const char*>(w.data) + begin / kTile * (w.k / w.group) * tile_group_bytes(w);
-  } else {
-    part.w.data = static_cast<const char*>(w.data) + begin * row_bytes(w);
-  }
-  if (w.scales) {
-    long offset = begin * (w.k / w.group) * (w.scale_format == Format::float32 ? 4 : 2);
-    part.w.scales = static_cast<const char*>(w.scales) + offset;
-    part.w.biases = static_cast<const char*>(w.biases) + offset;
-  }
+  require(!is_tiled(w.format) || (begin % kTile == 0 && end % kTile == 0), "Matrix: rows ", begin, " to ", end,
+          " are no whole tiles");
+  part.w = rows_of(w, begin, end - begin);
   if (bias) part.bias = bias + begin;
   return part;
+}
+
+Experts::Experts(Matrix router_, Matrix gate_, Matrix up_, Matrix down_, long top_k, bool is_normalized,
+                 std::optional<Matrix> shared)
+    : router(std::move(router_)), gate_arrays(std::move(gate_)), up_arrays(std::move(up_)),
+      down_arrays(std::move(down_)), count(router.w.n), top_k(top_k), is_normalized(is_normalized),
+      shared_gate(std::move(shared)) {
+  const char* op = "Experts";
+  require(top_k >= 1 && top_k <= count, op, ": top_k must be 1 to ", count, ", got ", top_k);
+  for (auto [to, from] : {std::pair{&gate, &gate_arrays}, {&up, &up_arrays}, {&down, &down_arrays}}) {
+    require(from->w.n % count == 0, op, ": ", from->w.n, " rows are not those of ", count, " experts");
+    *to = {rows_of(from->w, 0, from->w.n / count), from->bias};
+  }
+  require(up.w.n == gate.w.n && up.w.k == gate.w.k && down.w.k == gate.w.n, op, ": gate is [", gate.w.n, ", ",
+          gate.w.k, "], up [", up.w.n, ", ", up.w.k, "], down [", down.w.n, ", ", down.w.k, "]");
 }
 
 Norm::Norm(const mx::array& weights, float eps)
@@ -140,9 +148,14 @@ DecoderStack::DecoderStack(std::vector<DecoderLayer> parts) : layers(std::move(p
   for (DecoderLayer& l : layers) {
     check(l, layers[0].hidden());
     if (l.sinks) l.sinks = ready(*l.sinks);
-    widest = std::max({widest, l.hidden(), l.o->w.k, l.has_mlp() ? l.down->w.k : 0});
+    widest = std::max({widest, l.hidden(), l.o->w.k, l.has_mlp() ? l.down->w.k : 0,
+                       l.experts ? l.experts->down.w.k : 0});
     for (const auto* matrix : {&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down})
       if (*matrix) (is_tiled((*matrix)->w.format) ? has_tiles : has_plain) = true;
+    if (l.experts) {
+      (is_tiled(l.experts->router.w.format) ? has_tiles : has_plain) = true;
+      has_plain = true;
+    }
     if (!l.rope) {
       angle_of.push_back(-1);
       continue;

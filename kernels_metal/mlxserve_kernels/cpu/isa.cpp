@@ -30,6 +30,7 @@ const Kernels kernels = {
     .name = MLXSERVE_STRING(MLXSERVE_ISA),
     .row_tile = TM,
     .panel_cols = PANEL,
+    .block_rows = BLOCK_ROWS,
     .matmul_direct = matmul_direct,
     .packed_floats = packed_floats,
     .pack = pack,

@@ -91,6 +91,7 @@ struct Kernels {
   const char* name;
   long row_tile;    // packed rows come in multiples of this
   long panel_cols;  // columns of a panel
+  long block_rows;  // up to these, blocks of kMaxDirectRows are no slower than panels that few rows share
   // Few rows (at most kMaxDirectRows): weights are dequantized in registers.
   void (*matmul_direct)(const Weight&, const MatmulTile&);
   // Many rows: x is packed once, then each panel of weights is dequantized once for all rows of the tile.

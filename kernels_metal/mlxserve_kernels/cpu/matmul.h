@@ -339,6 +339,8 @@ static void read_row(const Weight& w, long n, float* to) {
 // Many rows: tiles of TM rows and TN columns. Packed x is [tile][K / W][TM][W], a panel [tile][K / W][TN][W].
 constexpr int TM = 4, TN = W == 16 ? 6 : 3;
 constexpr long PANEL = 48;
+// Unpacking by one permutation is cheap enough to be done again for each block.
+constexpr long BLOCK_ROWS = W == 16 ? 4 * kMaxDirectRows : kMaxDirectRows;
 
 static std::size_t packed_floats(long rows, long k) { return ceil_div(rows, TM) * TM * ceil_div(k, W) * W; }
 static std::size_t panel_floats(long k) { return PANEL * ceil_div(k, W) * W; }

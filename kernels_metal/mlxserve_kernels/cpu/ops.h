@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "kernels.h"
 #include "mlx/array.h"
 
 namespace mlxserve {
@@ -44,5 +45,19 @@ std::pair<mx::array, mx::array> copy_pages(const mx::array& k_pool, const mx::ar
 mx::array paged_attention(const mx::array& q, const mx::array& k_pool, const mx::array& v_pool,
                           const mx::array& block_tables, const mx::array& q_starts, const mx::array& kv_lens,
                           float scale, int window, float softcap, const std::optional<mx::array>& sinks);
+
+// The weights of all experts: see ops.ExpertWeights.
+struct ExpertArrays {
+  mx::array w;
+  std::optional<mx::array> scales, biases;
+  int group_size, bits;
+  std::optional<mx::array> bias;
+};
+
+mx::array gather_matmul(const mx::array& x, const mx::array& ids, const ExpertArrays& matrix);
+mx::array gated_experts(const mx::array& x, const mx::array& ids, const std::optional<mx::array>& shares,
+                        const ExpertArrays& gate, const ExpertArrays& up, const ExpertArrays& down,
+                        Activation activation);
+std::pair<mx::array, mx::array> route(const mx::array& logits, int top_k, bool is_normalized);
 
 }  // namespace mlxserve

@@ -1,0 +1,260 @@
+// The operations on experts that are not part of a whole layer.
+#include "experts.h"
+#include "ops.h"
+#include "pool.h"
+#include "primitive.h"
+#include "team.h"
+
+namespace mlxserve {
+namespace {
+
+// At most: two packings, two products, one end.
+constexpr long kPhases = 5;
+
+std::size_t aligned(std::size_t floats) { return (floats + 15) / 16 * 16; }
+
+// Which arrays of a primitive a matrix reads, in this order: w; scales and biases of affine formats; a bias.
+struct Layout {
+  Weight shape;
+  long experts;
+  bool has_bias;
+
+  static Layout of(const char* op, const ExpertArrays& m) {
+    require(m.w.ndim() == 3 && m.w.size() > 0, op, ": w must be [experts, N, K]");
+    Layout layout{{}, m.w.shape(0), m.bias.has_value()};
+    Weight& shape = layout.shape;
+    shape.n = m.w.shape(1), shape.k = m.w.shape(2);
+    require(m.scales.has_value() == m.biases.has_value(), op, ": scales and biases come together");
+    if (m.scales) {
+      require(m.bits == 4 || m.bits == 8, op, ": bits must be 4 or 8, got ", m.bits);
+      require(m.group_size == 32 || m.group_size == 64 || m.group_size == 128, op,
+              ": group_size must be 32, 64 or 128, got ", m.group_size);
+      require(m.w.dtype() == mx::uint32, op, ": w must be uint32 [experts, N, K * bits / 32]");
+      shape.format = m.bits == 4 ? Format::affine4 : Format::affine8;
+      shape.k = shape.k * 32 / m.bits, shape.group = m.group_size;
+      require(shape.k % shape.group == 0, op, ": K must be a multiple of group_size ", shape.group, ", got ", shape.k);
+      mx::Shape groups{m.w.shape(0), m.w.shape(1), static_cast<mx::ShapeElem>(shape.k / shape.group)};
+      require(m.scales->shape() == groups && m.biases->shape() == groups, op, ": scales and biases must be [",
+              layout.experts, ", ", shape.n, ", ", groups[2], "]");
+      require(m.scales->dtype() == m.biases->dtype(), op, ": scales and biases must have one dtype");
+      shape.scale_format = format_of(*m.scales, op, "scales");
+    } else {
+      shape.format = format_of(m.w, op, "w");
+    }
+    if (m.bias)
+      require(m.bias->dtype() == mx::float32 && m.bias->shape() == mx::Shape{m.w.shape(0), m.w.shape(1)}, op,
+              ": bias must be float32 [", layout.experts, ", ", shape.n, "]");
+    return layout;
+  }
+
+  static void append(const ExpertArrays& m, std::vector<mx::array>& inputs) {
+    inputs.push_back(m.w);
+    for (const auto* part : {&m.scales, &m.biases, &m.bias})
+      if (*part) inputs.push_back(**part);
+  }
+
+  // Reads its arrays from `next` on, and moves it behind them.
+  ExpertMatrix matrix(std::vector<mx::array>::const_iterator& next, mx::cpu::CommandEncoder& encoder) const {
+    auto take = [&] { return dense(*next++, encoder); };
+    ExpertMatrix m{shape, nullptr};
+    m.w.data = take().data<char>();
+    if (shape.group) {
+      m.w.scales = take().data<char>();
+      m.w.biases = take().data<char>();
+    }
+    if (has_bias) m.bias = take().data<float>();
+    return m;
+  }
+};
+
+void check_ids(const char* op, const int* ids, const Grouping& grouping) {
+  for (long pair = 0; pair < grouping.rows * grouping.top_k; ++pair)
+    require(ids[pair] >= 0 && ids[pair] < grouping.experts, op, ": id ", ids[pair], " at [", pair / grouping.top_k,
+            ", ", pair % grouping.top_k, "], there are ", grouping.experts, " experts");
+}
+
+// Calls work(worker) with an ExpertWorker on each thread.
+template <class Work>
+void run(const Grouping& grouping, std::size_t own_floats, Work&& work) {
+  Team team(kPhases);
+  parallel_for(num_threads(), [&](long) {
+    long phase = 0;
+    auto share = [&](long units, auto&& body) { team.share(phase++, units, units, body); };
+    work(ExpertWorker(grouping, scratch(0, own_floats), share));
+  });
+}
+
+class GatherMatmul : public CpuPrimitive {
+ public:
+  GatherMatmul(mx::Stream stream, const Layout& layout, bool is_paired)
+      : CpuPrimitive(stream), layout_(layout), is_paired_(is_paired) {}
+
+  const char* name() const override { return "MlxserveGatherMatmul"; }
+
+  // inputs: x, ids, the matrix.
+  void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
+    auto& encoder = mx::cpu::get_command_encoder(stream());
+    allocate(outputs[0]);
+    mx::array x = dense(inputs[0], encoder), ids = dense(inputs[1], encoder);
+    auto next = inputs.begin() + 2;
+    ExpertMatrix m = layout_.matrix(next, encoder);
+    Grouping grouping(long(ids.size()) / ids.shape(-1), ids.shape(-1), layout_.experts);
+    encoder.dispatch([m, grouping = std::move(grouping), is_paired = is_paired_, x = x.data<float>(),
+                      ids = ids.data<int>(), y = outputs[0].data<float>()]() mutable {
+      check_ids("gather_matmul", ids, grouping);
+      grouping.sort(ids);
+      const Kernels& use = kernels();
+      std::size_t results = aligned(grouping.pairs.size() * m.w.n);
+      float* shared = scratch(2, results + use.packed_floats(long(grouping.packed_places.size()), m.w.k));
+      run(grouping, expert_scratch_floats(m.w.k), [&](auto worker) {
+        using Order = decltype(worker)::Order;
+        worker.prepare(x, m.w.k, is_paired ? Order::pairs : Order::rows, shared + results);
+        worker.multiply(m, shared);
+        worker.scatter(shared, m.w.n, y);
+      });
+    });
+  }
+
+ private:
+  Layout layout_;
+  bool is_paired_;
+};
+
+class GatedExperts : public CpuPrimitive {
+ public:
+  GatedExperts(mx::Stream stream, const Layout& gate, const Layout& up, const Layout& down, Activation activation,
+               bool has_shares)
+      : CpuPrimitive(stream), gate_(gate), up_(up), down_(down), activation_(activation), has_shares_(has_shares) {}
+
+  const char* name() const override { return "MlxserveGatedExperts"; }
+
+  // inputs: x, ids, perhaps shares, then gate, up, down.
+  void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
+    auto& encoder = mx::cpu::get_command_encoder(stream());
+    allocate(outputs[0]);
+    mx::array x = dense(inputs[0], encoder), ids = dense(inputs[1], encoder);
+    const float* shares = has_shares_ ? dense(inputs[2], encoder).data<float>() : nullptr;
+    auto next = inputs.begin() + (has_shares_ ? 3 : 2);
+    ExpertMatrix gate = gate_.matrix(next, encoder), up = up_.matrix(next, encoder),
+                 down = down_.matrix(next, encoder);
+    Grouping grouping(long(ids.size()) / ids.shape(-1), ids.shape(-1), gate_.experts);
+    encoder.dispatch([=, grouping = std::move(grouping), activation = activation_, x = x.data<float>(),
+                      ids = ids.data<int>(), y = outputs[0].data<float>()]() mutable {
+      check_ids("gated_experts", ids, grouping);
+      grouping.sort(ids);
+      long hidden = gate.w.k, width = gate.w.n, n = down.w.n, widest = std::max(hidden, width);
+      std::size_t inner = aligned(grouping.pairs.size() * width), results = aligned(grouping.pairs.size() * n);
+      std::size_t packing = kernels().packed_floats(long(grouping.packed_places.size()), widest);
+      float* gates = scratch(2, 2 * inner + results + packing);
+      float *ups = gates + inner, *z = ups + inner, *packed = z + results;
+      run(grouping, expert_scratch_floats(widest), [&](auto worker) {
+        using Order = decltype(worker)::Order;
+        worker.prepare(x, hidden, Order::rows, packed);
+        worker.multiply_gated(gate, up, activation, gates, ups);
+        worker.prepare(gates, width, Order::places, packed);
+        worker.multiply(down, z);
+        if (shares) worker.combine(z, n, shares, y);
+        else worker.scatter(z, n, y);
+      });
+    });
+  }
+
+ private:
+  Layout gate_, up_, down_;
+  Activation activation_;
+  bool has_shares_;
+};
+
+class Route : public CpuPrimitive {
+ public:
+  Route(mx::Stream stream, long top_k, bool is_normalized)
+      : CpuPrimitive(stream), top_k_(top_k), is_normalized_(is_normalized) {}
+
+  const char* name() const override { return "MlxserveRoute"; }
+
+  void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
+    constexpr long kTaskRows = 16;
+    auto& encoder = mx::cpu::get_command_encoder(stream());
+    allocate(outputs[0]);
+    allocate(outputs[1]);
+    mx::array logits = dense(inputs[0], encoder);
+    long n = logits.shape(-1);
+    encoder.dispatch([n, k = top_k_, is_normalized = is_normalized_, rows = long(logits.size()) / n,
+                      from = logits.data<float>(), ids = outputs[0].data<int>(), shares = outputs[1].data<float>()] {
+      parallel_for((rows + kTaskRows - 1) / kTaskRows, [&](long task) {
+        for (long row = task * kTaskRows; row < std::min((task + 1) * kTaskRows, rows); ++row)
+          mlxserve::route(from + row * n, n, k, is_normalized, ids + row * k, shares + row * k);
+      });
+    });
+  }
+
+ private:
+  long top_k_;
+  bool is_normalized_;
+};
+
+// [..., top_k] of ids [..., top_k]; one id a pair, of 32 bits.
+mx::Shape rows_shape(const char* op, const mx::array& x, const mx::array& ids) {
+  require(ids.dtype() == mx::int32 || ids.dtype() == mx::uint32, op, ": ids must be int32 or uint32");
+  require(ids.ndim() >= 1 && ids.shape(-1) > 0, op, ": ids must be [..., top_k]");
+  require(x.dtype() == mx::float32 && x.ndim() >= 1, op, ": x must be float32 [..., K]");
+  mx::Shape rows = ids.shape();
+  rows.pop_back();
+  return rows;
+}
+
+mx::Shape with(mx::Shape shape, std::initializer_list<long> more) {
+  for (long size : more) shape.push_back(static_cast<mx::ShapeElem>(size));
+  return shape;
+}
+
+}  // namespace
+
+mx::array gather_matmul(const mx::array& x, const mx::array& ids, const ExpertArrays& matrix) {
+  const char* op = "gather_matmul";
+  Layout layout = Layout::of(op, matrix);
+  mx::Shape rows = rows_shape(op, x, ids);
+  bool is_paired = x.shape() == with(ids.shape(), {layout.shape.k});
+  require(is_paired || x.shape() == with(rows, {layout.shape.k}), op, ": x must be [..., ", layout.shape.k,
+          "] with the rows or the pairs of ids");
+  std::vector<mx::array> inputs{x, ids};
+  Layout::append(matrix, inputs);
+  return mx::array(with(ids.shape(), {layout.shape.n}), mx::float32,
+                   std::make_shared<GatherMatmul>(cpu_stream(), layout, is_paired), std::move(inputs));
+}
+
+mx::array gated_experts(const mx::array& x, const mx::array& ids, const std::optional<mx::array>& shares,
+                        const ExpertArrays& gate, const ExpertArrays& up, const ExpertArrays& down,
+                        Activation activation) {
+  const char* op = "gated_experts";
+  Layout g = Layout::of(op, gate), u = Layout::of(op, up), d = Layout::of(op, down);
+  require(g.experts == u.experts && g.experts == d.experts, op, ": gate, up and down have ", g.experts, ", ",
+          u.experts, " and ", d.experts, " experts");
+  require(u.shape.n == g.shape.n && u.shape.k == g.shape.k && d.shape.k == g.shape.n, op, ": gate is [", g.shape.n,
+          ", ", g.shape.k, "], up [", u.shape.n, ", ", u.shape.k, "], down [", d.shape.n, ", ", d.shape.k, "]");
+  mx::Shape rows = rows_shape(op, x, ids);
+  require(x.shape() == with(rows, {g.shape.k}), op, ": x must be [..., ", g.shape.k, "] with the rows of ids");
+  std::vector<mx::array> inputs{x, ids};
+  if (shares) {
+    require(shares->dtype() == mx::float32 && shares->shape() == ids.shape(), op,
+            ": shares must be float32 of the shape of ids");
+    inputs.push_back(*shares);
+  }
+  for (const ExpertArrays* m : {&gate, &up, &down}) Layout::append(*m, inputs);
+  auto primitive = std::make_shared<GatedExperts>(cpu_stream(), g, u, d, activation, shares.has_value());
+  return mx::array(shares ? with(rows, {d.shape.n}) : with(ids.shape(), {d.shape.n}), mx::float32,
+                   std::move(primitive), std::move(inputs));
+}
+
+std::pair<mx::array, mx::array> route(const mx::array& logits, int top_k, bool is_normalized) {
+  const char* op = "route";
+  require(logits.dtype() == mx::float32 && logits.ndim() >= 1, op, ": logits must be float32 [..., experts]");
+  require(top_k >= 1 && top_k <= logits.shape(-1), op, ": top_k must be 1 to ", logits.shape(-1), ", got ", top_k);
+  mx::Shape shape = logits.shape();
+  shape.back() = top_k;
+  auto outputs = mx::array::make_arrays({shape, shape}, {mx::int32, mx::float32},
+                                        std::make_shared<Route>(cpu_stream(), top_k, is_normalized), {logits});
+  return {outputs[0], outputs[1]};
+}
+
+}  // namespace mlxserve
