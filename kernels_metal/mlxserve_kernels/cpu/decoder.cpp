@@ -486,11 +486,14 @@ class Worker {
       return;
     }
     std::atomic<int>* left = &run_.splits_left[index * run_.max_items];
-    share(long(plan.tasks.size()), 1, [&](long i, long) {
-      const SplitTask& task = plan.tasks[i];
-      use_.attend_split(a, plan.items[task.item], task.split, run_.partials + task.offset, private_);
-      if (left[task.item].fetch_sub(1, std::memory_order_acq_rel) == 1)
-        use_.attend_merge(a, plan.items[task.item], run_.partials + plan.offsets[task.item], private_);
+    // Neighbouring splits on one thread: each asks for what comes next.
+    share(long(plan.tasks.size()), [&](long begin, long end) {
+      for (long i = begin; i < end; ++i) {
+        const SplitTask& task = plan.tasks[i];
+        use_.attend_split(a, plan.items[task.item], task.split, run_.partials + task.offset, private_);
+        if (left[task.item].fetch_sub(1, std::memory_order_acq_rel) == 1)
+          use_.attend_merge(a, plan.items[task.item], run_.partials + plan.offsets[task.item], private_);
+      }
     });
   }
 
