@@ -253,4 +253,6 @@ def _rows(experts: ExpertWeights) -> Projection:
     )
     assert w is not None
     scales, biases, bias = others
-    return Projection(w, scales, biases, experts.group_size, experts.bits, bias)
+    return Projection(
+        w, scales, biases, experts.group_size, experts.bits, bias, scale_dtype=experts.scale_dtype
+    )

@@ -17,7 +17,8 @@ class ExpertWeights:
     """One matrix an expert: ``x @ dequantize(w[e]).T + bias[e]``.
 
     Affine: w uint32 [E, N, K * bits / 32], scales and biases [E, N, K / group_size], as ``mx.quantize`` gives
-    them. Dense, without scales: w [E, N, K]. bias [E, N].
+    them. Dense, without scales: w [E, N, K]. With a ``scale_dtype`` w is tiles: uint8 [E, N / 16, K /
+    group_size, bytes], the rows of all experts in ``ops.pack_tiles``. bias [E, N].
     """
 
     w: mx.array
@@ -27,10 +28,13 @@ class ExpertWeights:
     bits: int = 0
     mode: str = "affine"
     bias: mx.array | None = None
+    scale_dtype: mx.Dtype | None = None
 
     @property
     def is_supported(self) -> bool:
         """Whether the extension reads this format."""
+        if self.scale_dtype is not None:
+            return True
         if self.w.ndim != 3 or not self.w.size:
             return False
         if self.scales is None:
@@ -42,4 +46,6 @@ class ExpertWeights:
     def native(self, cpu: Any) -> Any:
         """The form that the extension ``cpu`` takes."""
         bias = None if self.bias is None else self.bias.astype(mx.float32)
-        return cpu.ExpertArrays(self.w, self.scales, self.biases, self.group_size, self.bits, bias)
+        return cpu.ExpertArrays(
+            self.w, self.scales, self.biases, self.group_size, self.bits, bias, self.scale_dtype
+        )

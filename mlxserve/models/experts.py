@@ -64,6 +64,14 @@ def expert_weights(layer: nn.Module) -> ExpertWeights | None:
         return ExpertWeights(layer["weight"], bias=layer.get("bias"))
     if not is_quantized_switch_linear(layer):
         return None
+    if "tiles" in layer:
+        return ExpertWeights(
+            layer["tiles"],
+            group_size=layer.group_size,
+            bits=layer.bits,
+            bias=layer.get("bias"),
+            scale_dtype=layer.scale_dtype,
+        )
     return ExpertWeights(
         layer["weight"],
         layer["scales"],
@@ -73,6 +81,24 @@ def expert_weights(layer: nn.Module) -> ExpertWeights | None:
         layer.mode,
         layer.get("bias"),
     )
+
+
+def tile_expert_weights(layer: nn.Module) -> None:
+    """Put a quantized layer of experts, on float32 activations, into tiles where the kernels take it so; its
+    own arrays are let go."""
+    if not is_quantized_switch_linear(layer):
+        return
+    weight, scales, biases = layer["weight"], layer["scales"], layer.get("biases")
+    if not ops.can_tile(
+        scales, biases, weight.shape[1], group_size=layer.group_size, bits=layer.bits, mode=layer.mode
+    ):
+        return
+    parts = (part.flatten(0, 1) for part in (weight, scales, biases))
+    tiles = ops.pack_tiles(*parts, group_size=layer.group_size, bits=layer.bits)
+    layer["tiles"] = tiles.reshape(weight.shape[0], -1, *tiles.shape[1:])
+    object.__setattr__(layer, "scale_dtype", scales.dtype)
+    for name in ("weight", "scales", "biases"):
+        del layer[name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +120,8 @@ def gated_experts(layer: nn.Module) -> GatedExperts | None:
     if activation is None or gate is None or up is None or down is None:
         return None
     if not (gate.is_supported and up.is_supported and down.is_supported):
+        return None
+    if (gate.scale_dtype is None) != (up.scale_dtype is None):
         return None
     return GatedExperts(gate, up, down, activation)
 

@@ -19,7 +19,7 @@ from mlx.utils import tree_flatten
 from mlxserve.errors import MlxserveError, ModelLoadError, UnsupportedModelError
 from mlxserve.json_file import read_json_object
 from mlxserve.models.architectures import config_fields
-from mlxserve.models.experts import is_quantized_switch_linear, is_switch_linear
+from mlxserve.models.experts import is_quantized_switch_linear, is_switch_linear, tile_expert_weights
 from mlxserve.models.fused import fuse_blocks, unfuse_blocks
 from mlxserve.models.layers import (
     KernelEmbedding,
@@ -205,6 +205,7 @@ def _evaluate_by_layer(module: nn.Module, dtype: mx.Dtype) -> None:
                 layer[name] = ops.resize_rows(array, array.shape[0])
         if dtype == mx.float32:
             tile_weights(layer)
+            tile_expert_weights(layer)
     mx.eval(module.parameters())
 
 

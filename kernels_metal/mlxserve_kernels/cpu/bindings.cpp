@@ -78,9 +78,10 @@ void bind_experts(nb::module_& m) {
   using mlxserve::ExpertArrays;
   nb::class_<ExpertArrays>(m, "ExpertArrays")
       .def("__init__", [](ExpertArrays* to, const mlxserve::mx::array& w, const Optional& scales,
-                          const Optional& biases, int group_size, int bits, const Optional& bias) {
-        new (to) ExpertArrays{w, scales, biases, group_size, bits, bias};
-      }, "w"_a, "scales"_a.none(), "biases"_a.none(), "group_size"_a, "bits"_a, "bias"_a.none());
+                          const Optional& biases, int group_size, int bits, const Optional& bias,
+                          const std::optional<mlxserve::mx::Dtype>& scale_dtype) {
+        new (to) ExpertArrays{w, scales, biases, group_size, bits, bias, scale_dtype};
+      }, "w"_a, "scales"_a.none(), "biases"_a.none(), "group_size"_a, "bits"_a, "bias"_a.none(), "scale_dtype"_a.none());
   m.def("gather_matmul", &mlxserve::gather_matmul, "x"_a, "ids"_a, "matrix"_a);
   m.def("gated_experts", &mlxserve::gated_experts, "x"_a, "ids"_a, "shares"_a.none(), "gate"_a, "up"_a, "down"_a,
         "activation"_a);

@@ -18,7 +18,7 @@ namespace {
 
 constexpr long kColumns = 16;         // columns that one unit of work has at least, with few rows
 constexpr long kPartRows = 128;       // rows of a unit of work, with many
-constexpr long kPhasesOfALayer = 21;  // at most, with experts and a shared one
+constexpr long kPhasesOfALayer = 23;  // at most, with experts and a shared one
 
 struct LayerPools {
   KvPool keys, values;
@@ -199,7 +199,8 @@ struct Run {
       private_floats = std::max(private_floats, expert_scratch_floats(std::max(l.hidden(), width)));
       // The experts of a row differ, so few rows are few of each.
       long rows = is_few() ? 0 : groupings.back().max_packed_rows();
-      packing = std::max(packing, kernels().packed_floats(rows, std::max(l.hidden(), width)));
+      for (const Weight& w : {e.gate.w, e.down.w})
+        packing = std::max(packing, expert_input_floats(groupings.back(), rows, w.k, is_tiled(w.format)));
       if (expert_ids.size() < std::size_t(pairs)) expert_ids.resize(pairs);
     }
   }
@@ -295,9 +296,9 @@ class Worker {
     auto share_units = [this](long units, auto&& body) { share(units, body); };
     ExpertWorker worker(grouping, private_, share_units);
     using Order = decltype(worker)::Order;
-    worker.prepare(run_.normed, hidden, Order::rows, run_.packed);
+    worker.prepare(run_.normed, hidden, Order::rows, run_.packed, is_tiled(e.gate.w.format));
     worker.multiply_gated(e.gate, e.up, l.activation, run_.expert_gates, run_.expert_ups);
-    worker.prepare(run_.expert_gates, width, Order::places, run_.packed);
+    worker.prepare(run_.expert_gates, width, Order::places, run_.packed, is_tiled(e.down.w.format));
     worker.multiply(e.down, run_.expert_sums);
     if (e.shared_gate) {
       gate_and_up(l, run_.normed, {});

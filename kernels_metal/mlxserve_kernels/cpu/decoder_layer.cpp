@@ -129,8 +129,11 @@ Experts::Experts(Matrix router_, Matrix gate_, Matrix up_, Matrix down_, long to
   require(top_k >= 1 && top_k <= count, op, ": top_k must be 1 to ", count, ", got ", top_k);
   for (auto [to, from] : {std::pair{&gate, &gate_arrays}, {&up, &up_arrays}, {&down, &down_arrays}}) {
     require(from->w.n % count == 0, op, ": ", from->w.n, " rows are not those of ", count, " experts");
+    require(!is_tiled(from->w.format) || from->w.n / count % kTile == 0, op, ": experts of ", from->w.n / count,
+            " rows are no whole tiles");
     *to = {rows_of(from->w, 0, from->w.n / count), from->bias};
   }
+  require(is_tiled(up.w.format) == is_tiled(gate.w.format), op, ": gate and up must both be tiles, or none");
   require(up.w.n == gate.w.n && up.w.k == gate.w.k && down.w.k == gate.w.n, op, ": gate is [", gate.w.n, ", ",
           gate.w.k, "], up [", up.w.n, ", ", up.w.k, "], down [", down.w.n, ", ", down.w.k, "]");
 }

@@ -9,6 +9,7 @@
 
 #include "isa.h"
 #include "kernels.h"
+#include "tiles_view.h"
 #include "weight.h"
 
 namespace mlxserve {
@@ -51,8 +52,10 @@ class Grouping {
   std::vector<int> packed_places;  // of each packed row, -1 behind the last row of a group
 };
 
-// Floats that a thread needs for itself to multiply rows of at most k values.
+// Floats that a thread needs for itself to multiply rows of at most k values, and that the inputs of all places of
+// a grouping need, packed or, for tiles, as integers; `packed_rows` as in the grouping.
 std::size_t expert_scratch_floats(long k);
+std::size_t expert_input_floats(const Grouping& grouping, long packed_rows, long k, bool is_tiled);
 
 // One thread's share of the work on a sorted grouping. `share(units, body)` calls body(begin, end) for ranges
 // that cover the units once, on some thread, and returns when all are done; every thread calls the same methods
@@ -66,9 +69,15 @@ class ExpertWorker {
   ExpertWorker(const Grouping& grouping, float* own, Share share)
       : grouping_(grouping), use_(kernels()), own_(own), share_(share) {}
 
-  // x becomes the input of the next products; `packed` has room for max_packed_rows.
-  void prepare(const float* x, long k, Order order, float* packed) {
+  // x becomes the input of the next products, all with tiles or none; `packed` has expert_input_floats.
+  void prepare(const float* x, long k, Order order, float* packed, bool to_tiles) {
     x_ = x, k_ = k, order_ = order, packed_ = packed, copied_ = nullptr;
+    if (to_tiles) {
+      share_(long(grouping_.pairs.size()), [&](long begin, long end) {
+        for (long place = begin; place < end; ++place) use_.to_digits(input(place), 1, k, digits_, integers(place));
+      });
+      return;
+    }
     if (grouping_.packed_places.empty()) return;
     share_(long(grouping_.packed_places.size()) / use_.row_tile, [&](long begin, long end) {
       for (long tile = begin; tile < end; ++tile) pack_tile(tile * use_.row_tile);
@@ -137,6 +146,10 @@ class ExpertWorker {
     return own_;
   }
 
+  char* integers(long place) const {
+    return reinterpret_cast<char*>(packed_) + place * use_.digit_bytes(1, k_, digits_);
+  }
+
   void pack_tile(long row) {
     long count = 0;
     while (count < use_.row_tile && grouping_.packed_places[row + count] >= 0) ++count;
@@ -145,7 +158,9 @@ class ExpertWorker {
 
   void multiply(const ExpertMatrix& m, float* y, const Grouping::Group& group, const Range& rows, const Range& cols) {
     MatmulTile tile{nullptr, y + group.begin * m.w.n, m.w.n, rows.begin, rows.end, cols.begin, cols.end};
-    if (!group.is_few()) {
+    if (is_tiled(m.w.format)) {
+      use_.tile_matmul(m.of(group.expert), integers(group.begin), digits_, tile, own_);
+    } else if (!group.is_few()) {
       copied_ = nullptr;
       use_.matmul_panel(m.of(group.expert), tile, packed_ + use_.packed_floats(group.packed, k_), own_);
     } else {
@@ -199,6 +214,8 @@ class ExpertWorker {
   const Kernels& use_;
   float* const own_;
   Share share_;
+
+  const long digits_ = num_digits();
 
   const float* x_ = nullptr;
   long k_ = 0;

@@ -1,9 +1,11 @@
 // The operations on experts that are not part of a whole layer.
 #include "experts.h"
+#include "mlx/ops.h"
 #include "ops.h"
 #include "pool.h"
 #include "primitive.h"
 #include "team.h"
+#include "tiles_view.h"
 
 namespace mlxserve {
 namespace {
@@ -20,9 +22,15 @@ struct Layout {
   bool has_bias;
 
   static Layout of(const char* op, const ExpertArrays& m) {
-    require(m.w.ndim() == 3 && m.w.size() > 0, op, ": w must be [experts, N, K]");
+    require(m.w.ndim() == (m.scale_dtype ? 4 : 3) && m.w.size() > 0, op, ": w must be [experts, N, K]");
     Layout layout{{}, m.w.shape(0), m.bias.has_value()};
     Weight& shape = layout.shape;
+    if (m.scale_dtype) {
+      shape = tiles_view(op, mx::flatten(m.w, 0, 1), m.group_size, m.bits, *m.scale_dtype);
+      shape.n /= layout.experts;
+      layout.check_bias(op, m);
+      return layout;
+    }
     shape.n = m.w.shape(1), shape.k = m.w.shape(2);
     require(m.scales.has_value() == m.biases.has_value(), op, ": scales and biases come together");
     if (m.scales) {
@@ -41,10 +49,15 @@ struct Layout {
     } else {
       shape.format = format_of(m.w, op, "w");
     }
-    if (m.bias)
-      require(m.bias->dtype() == mx::float32 && m.bias->shape() == mx::Shape{m.w.shape(0), m.w.shape(1)}, op,
-              ": bias must be float32 [", layout.experts, ", ", shape.n, "]");
+    layout.check_bias(op, m);
     return layout;
+  }
+
+  void check_bias(const char* op, const ExpertArrays& m) const {
+    if (!m.bias) return;
+    mx::Shape wanted{static_cast<mx::ShapeElem>(experts), static_cast<mx::ShapeElem>(shape.n)};
+    require(m.bias->dtype() == mx::float32 && m.bias->shape() == wanted, op, ": bias must be float32 [", experts, ", ",
+            shape.n, "]");
   }
 
   static void append(const ExpertArrays& m, std::vector<mx::array>& inputs) {
@@ -58,7 +71,7 @@ struct Layout {
     auto take = [&] { return dense(*next++, encoder); };
     ExpertMatrix m{shape, nullptr};
     m.w.data = take().data<char>();
-    if (shape.group) {
+    if (shape.group && !is_tiled(shape.format)) {
       m.w.scales = take().data<char>();
       m.w.biases = take().data<char>();
     }
@@ -103,12 +116,13 @@ class GatherMatmul : public CpuPrimitive {
                       ids = ids.data<int>(), y = outputs[0].data<float>()]() mutable {
       check_ids("gather_matmul", ids, grouping);
       grouping.sort(ids);
-      const Kernels& use = kernels();
+      const bool to_tiles = is_tiled(m.w.format);
       std::size_t results = aligned(grouping.pairs.size() * m.w.n);
-      float* shared = scratch(2, results + use.packed_floats(long(grouping.packed_places.size()), m.w.k));
+      long packed = long(grouping.packed_places.size());
+      float* shared = scratch(2, results + expert_input_floats(grouping, packed, m.w.k, to_tiles));
       run(grouping, expert_scratch_floats(m.w.k), [&](auto worker) {
         using Order = decltype(worker)::Order;
-        worker.prepare(x, m.w.k, is_paired ? Order::pairs : Order::rows, shared + results);
+        worker.prepare(x, m.w.k, is_paired ? Order::pairs : Order::rows, shared + results, to_tiles);
         worker.multiply(m, shared);
         worker.scatter(shared, m.w.n, y);
       });
@@ -144,14 +158,17 @@ class GatedExperts : public CpuPrimitive {
       grouping.sort(ids);
       long hidden = gate.w.k, width = gate.w.n, n = down.w.n, widest = std::max(hidden, width);
       std::size_t inner = aligned(grouping.pairs.size() * width), results = aligned(grouping.pairs.size() * n);
-      std::size_t packing = kernels().packed_floats(long(grouping.packed_places.size()), widest);
+      std::size_t packing = 0;
+      for (const Weight& w : {gate.w, down.w})
+        packing = std::max(packing, expert_input_floats(grouping, long(grouping.packed_places.size()), w.k,
+                                                        is_tiled(w.format)));
       float* gates = scratch(2, 2 * inner + results + packing);
       float *ups = gates + inner, *z = ups + inner, *packed = z + results;
       run(grouping, expert_scratch_floats(widest), [&](auto worker) {
         using Order = decltype(worker)::Order;
-        worker.prepare(x, hidden, Order::rows, packed);
+        worker.prepare(x, hidden, Order::rows, packed, is_tiled(gate.w.format));
         worker.multiply_gated(gate, up, activation, gates, ups);
-        worker.prepare(gates, width, Order::places, packed);
+        worker.prepare(gates, width, Order::places, packed, is_tiled(down.w.format));
         worker.multiply(down, z);
         if (shares) worker.combine(z, n, shares, y);
         else worker.scatter(z, n, y);
@@ -232,6 +249,7 @@ mx::array gated_experts(const mx::array& x, const mx::array& ids, const std::opt
           u.experts, " and ", d.experts, " experts");
   require(u.shape.n == g.shape.n && u.shape.k == g.shape.k && d.shape.k == g.shape.n, op, ": gate is [", g.shape.n,
           ", ", g.shape.k, "], up [", u.shape.n, ", ", u.shape.k, "], down [", d.shape.n, ", ", d.shape.k, "]");
+  require(is_tiled(g.shape.format) == is_tiled(u.shape.format), op, ": gate and up must both be tiles, or none");
   mx::Shape rows = rows_shape(op, x, ids);
   require(x.shape() == with(rows, {g.shape.k}), op, ": x must be [..., ", g.shape.k, "] with the rows of ids");
   std::vector<mx::array> inputs{x, ids};

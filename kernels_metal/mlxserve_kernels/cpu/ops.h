@@ -52,6 +52,7 @@ struct ExpertArrays {
   std::optional<mx::array> scales, biases;
   int group_size, bits;
   std::optional<mx::array> bias;
+  std::optional<mx::Dtype> scale_dtype;  // w is tiles, [experts, N / 16, groups, bytes]
 };
 
 mx::array gather_matmul(const mx::array& x, const mx::array& ids, const ExpertArrays& matrix);

@@ -10,6 +10,8 @@ namespace mlxserve {
 Weight tiles_view(const char* op, const mlx::core::array& tiles, int group_size, int bits,
                   mlx::core::Dtype scale_dtype);
 
+bool has_tiles();
+
 // Digits of the integers that activations become: 3 is float32's accuracy, 1 is int8.
 long num_digits();
 
