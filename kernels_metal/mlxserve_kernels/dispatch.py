@@ -11,8 +11,10 @@ A wrong value raises ValueError with the variable, the value and what is possibl
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -51,9 +53,7 @@ def extension() -> Any | None:
     wanted = os.environ.get("MLXSERVE_KERNELS")
     if wanted is not None and wanted not in IMPLEMENTATIONS:
         raise ValueError(f"MLXSERVE_KERNELS must be one of {', '.join(IMPLEMENTATIONS)}, got {wanted!r}")
-    matmul = os.environ.get("MLXSERVE_CPU_MATMUL", "exact")
-    if matmul not in MATMUL_DIGITS:
-        raise ValueError(f"MLXSERVE_CPU_MATMUL must be one of {', '.join(MATMUL_DIGITS)}, got {matmul!r}")
+    matmul = _matmul_setting()
     threads, isa = num_threads(), os.environ.get("MLXSERVE_CPU_ISA")
     if wanted == "reference" or (wanted is None and mx.default_device() != mx.Device(mx.cpu)):
         return None
@@ -69,6 +69,27 @@ def extension() -> Any | None:
     module.configure(threads, isa or module.available_isas()[-1])
     module.set_digits(MATMUL_DIGITS[matmul])
     return module
+
+
+@contextlib.contextmanager
+def exact_products() -> Iterator[None]:
+    """What is evaluated inside is as with ``MLXSERVE_CPU_MATMUL=exact``: two ways to compute one thing agree,
+    which rounded activations do not, as the least difference changes their rounding. Nothing else may run."""
+    module = extension()
+    if module is not None:
+        module.set_digits(MATMUL_DIGITS["exact"])
+    try:
+        yield
+    finally:
+        if module is not None:
+            module.set_digits(MATMUL_DIGITS[_matmul_setting()])
+
+
+def _matmul_setting() -> str:
+    value = os.environ.get("MLXSERVE_CPU_MATMUL", "exact")
+    if value not in MATMUL_DIGITS:
+        raise ValueError(f"MLXSERVE_CPU_MATMUL must be one of {', '.join(MATMUL_DIGITS)}, got {value!r}")
+    return value
 
 
 @cache

@@ -40,7 +40,7 @@ from mlxserve.models.paged import (
 from mlxserve.models.rope_config import settle_rope
 from mlxserve.models.safetensors_file import read_tensors
 from mlxserve_kernels import ops
-from mlxserve_kernels.dispatch import reads_affine
+from mlxserve_kernels.dispatch import exact_products, reads_affine
 
 logger = logging.getLogger(__name__)
 
@@ -103,26 +103,34 @@ def load_model(folder: Path, *, fuse: bool = True) -> LoadedModel:
     use_kernels(module, dtype)
     _convert_parameters(module, dtype)
     _evaluate_by_layer(module, dtype)
-    model_type = config["model_type"]
     try:
-        windows = _cache_windows(module)
-        layers, expected = _probe_plain(module, windows)
-        bind_attention(module)
-        select_rows_before_head(module)
-        weight_bytes = sum(array.nbytes for _, array in tree_flatten(module.parameters()))
-        num_fused = fuse_blocks(module, layers) if fuse else 0
-        loaded = LoadedModel(module, config, layers, expected.shape[-1], weight_bytes, num_fused)
-        try:
-            _check_paged(loaded, expected)
-        except UnsupportedModelError as error:
-            if not num_fused:
-                raise
-            logger.warning("model_type %r runs unfused: %s", model_type, error)
-            unfuse_blocks(module)
-            loaded = replace(loaded, num_fused_layers=0)
-            _check_paged(loaded, expected)
+        with exact_products():
+            loaded = _checked(module, config, fuse=fuse)
     except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"model_type {model_type!r} is not served yet: {error}") from None
+        raise UnsupportedModelError(
+            f"model_type {config['model_type']!r} is not served yet: {error}"
+        ) from None
+    return loaded
+
+
+def _checked(module: nn.Module, config: dict[str, Any], *, fuse: bool) -> LoadedModel:
+    """The model on pages, compared with mlx-lm's own path."""
+    windows = _cache_windows(module)
+    layers, expected = _probe_plain(module, windows)
+    bind_attention(module)
+    select_rows_before_head(module)
+    weight_bytes = sum(array.nbytes for _, array in tree_flatten(module.parameters()))
+    num_fused = fuse_blocks(module, layers) if fuse else 0
+    loaded = LoadedModel(module, config, layers, expected.shape[-1], weight_bytes, num_fused)
+    try:
+        _check_paged(loaded, expected)
+    except UnsupportedModelError as error:
+        if not num_fused:
+            raise
+        logger.warning("model_type %r runs unfused: %s", config["model_type"], error)
+        unfuse_blocks(module)
+        loaded = replace(loaded, num_fused_layers=0)
+        _check_paged(loaded, expected)
     return loaded
 
 
