@@ -17,6 +17,7 @@ namespace mlxserve {
 namespace {
 
 constexpr long kColumns = 16;         // columns that one unit of work has at least, with few rows
+constexpr long kTileColumns = 32;     // columns of a unit, with many rows and all weights in tiles
 constexpr long kPartRows = 128;       // rows of a unit of work, with many
 constexpr long kPhasesOfALayer = 23;  // at most, with experts and a shared one
 
@@ -364,9 +365,10 @@ class Worker {
   // for tiles, by each thread for itself; many once for all.
   void prepare(const float* from, long k, const std::optional<Norm>& norm, std::initializer_list<const Matrix*> readers) {
     from_ = from, k_ = k, norm_ = norm ? &*norm : nullptr, is_normed_ = has_integers_ = false;
-    if (run_.is_few()) return;
     bool to_tiles = false, to_others = false;
     for (const Matrix* m : readers) (is_tiled(m->w.format) ? to_tiles : to_others) = true;
+    is_for_tiles_ = !to_others;
+    if (run_.is_few()) return;
     long tile = use_.row_tile;
     share((rows_ + tile - 1) / tile, [&](long begin, long end) {
       for (long row = begin * tile; row < std::min(end * tile, rows_); row += tile) {
@@ -417,10 +419,11 @@ class Worker {
       use_.add_scaled(y + row * m.w.n + cols.begin, m.bias + cols.begin, 1, cols.end - cols.begin);
   }
 
-  // Calls body(which, rows, cols) for rectangles that cover the columns of all matrices, for all rows.
+  // Calls body(which, rows, cols) for rectangles that cover the columns of all matrices, for all rows. Inputs were
+  // prepared for them.
   template <class Body>
   void columns(std::initializer_list<long> widths, Body&& body) {
-    long step = run_.is_few() ? kColumns : use_.panel_cols;
+    long step = run_.is_few() ? kColumns : is_for_tiles_ ? kTileColumns : use_.panel_cols;
     long parts = run_.is_few() ? 1 : (rows_ + kPartRows - 1) / kPartRows, panels = 0;
     for (long width : widths) panels += (width + step - 1) / step;
     share(panels * parts, [&](long begin, long end) {
@@ -508,7 +511,7 @@ class Worker {
   const float* from_ = nullptr;
   long k_ = 0;
   const Norm* norm_ = nullptr;
-  bool is_normed_ = false, has_integers_ = false;
+  bool is_normed_ = false, has_integers_ = false, is_for_tiles_ = false;
 };
 
 void run_stack(const DecoderStack& stack, const Step& step) {

@@ -71,7 +71,7 @@ class ExpertWorker {
 
   // x becomes the input of the next products, all with tiles or none; `packed` has expert_input_floats.
   void prepare(const float* x, long k, Order order, float* packed, bool to_tiles) {
-    x_ = x, k_ = k, order_ = order, packed_ = packed, copied_ = nullptr;
+    x_ = x, k_ = k, order_ = order, packed_ = packed, copied_ = nullptr, to_tiles_ = to_tiles;
     if (to_tiles) {
       share_(long(grouping_.pairs.size()), [&](long begin, long end) {
         for (long place = begin; place < end; ++place) use_.to_digits(input(place), 1, k, digits_, integers(place));
@@ -126,8 +126,9 @@ class ExpertWorker {
   }
 
  private:
-  static constexpr long kColumns = 16;    // columns of a unit of work at least, with few rows
-  static constexpr long kPartRows = 128;  // rows of a unit, with many
+  static constexpr long kColumns = 16;      // columns of a unit of work at least, with few rows
+  static constexpr long kTileColumns = 32;  // with many rows and weights in tiles
+  static constexpr long kPartRows = 128;    // rows of a unit, with many
 
   struct Range {
     long begin, end;
@@ -178,7 +179,9 @@ class ExpertWorker {
       use_.add_scaled(tile.y + row * m.w.n + cols.begin, bias, 1, cols.end - cols.begin);
   }
 
-  long step(const Grouping::Group& group) const { return group.is_few() ? kColumns : use_.panel_cols; }
+  long step(const Grouping::Group& group) const {
+    return group.is_few() ? kColumns : to_tiles_ ? kTileColumns : use_.panel_cols;
+  }
   static long parts(const Grouping::Group& group) {
     return group.is_few() ? 1 : (group.count + kPartRows - 1) / kPartRows;
   }
@@ -221,6 +224,7 @@ class ExpertWorker {
   long k_ = 0;
   Order order_ = Order::rows;
   float* packed_ = nullptr;
+  bool to_tiles_ = false;
   const Grouping::Group* copied_ = nullptr;  // whose inputs are at copy_
   const float* copy_ = nullptr;
 };

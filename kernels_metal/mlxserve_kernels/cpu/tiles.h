@@ -89,13 +89,13 @@ struct TileSource {
 
 INLINE __m512i bytes_of(const char* at) { return _mm512_loadu_si512(at); }
 
-// M rows of x times T tiles; P digits; weights are NIBBLES or bytes, which were centered at 8 or at 128.
-template <int P, bool NIBBLES, int M, int T>
-static void tile_block(const Weight& w, const char* tiles, const TileSource& source, bool is_4bit, const char* x,
-                       long x_row, float* y, long ld) {
+// M rows of x times T tiles; P digits; the integers are NIBBLES or bytes, centered at 8 or at 128.
+template <int P, bool IS_4BIT, bool NIBBLES, int M, int T>
+static void tile_block(const Weight& w, const char* tiles, const TileSource& source, const char* x, long x_row,
+                       float* y, long ld) {
   const long group_bytes = tile_group_bytes(w), tile_bytes = w.k / w.group * group_bytes;
   const long step = NIBBLES ? 8 : 4;  // values of k in 64 bytes
-  const float center = is_4bit ? 8.0f : 128.0f;
+  const float center = IS_4BIT ? 8.0f : 128.0f;
   vf sums[M][T], scale[T], bias[T];
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m)
@@ -123,7 +123,7 @@ static void tile_block(const Weight& w, const char* tiles, const TileSource& sou
         const XHead* head = (const XHead*)(x + m * x_row);
 #pragma GCC unroll 8
         for (int p = 0; p < P; ++p) {
-          __m512i start = _mm512_set1_epi32(is_4bit ? head->center4[p] : head->center8[p]);
+          __m512i start = _mm512_set1_epi32(IS_4BIT ? head->center4[p] : head->center8[p]);
 #pragma GCC unroll 8
           for (int t = 0; t < T; ++t) acc[m][t][p] = start;
         }
@@ -167,15 +167,12 @@ static void tile_block(const Weight& w, const char* tiles, const TileSource& sou
         vf unit = splat(head->unit), sum = splat(head->sum);
 #pragma GCC unroll 8
         for (int t = 0; t < T; ++t) {
-          vf value;
-          if constexpr (P == 1) {
-            value = _mm512_cvtepi32_ps(acc[m][t][0]);
-          } else {
-            // Two digits fit into an int.
-            __m512i lower = _mm512_add_epi32(acc[m][t][0], _mm512_slli_epi32(acc[m][t][1], 8));
-            value = _mm512_cvtepi32_ps(lower);
-            if constexpr (P == 3) value = fma(_mm512_cvtepi32_ps(acc[m][t][2]), splat(65536.0f), value);
-          }
+          // Two digits fit into an int, with weights of 4 bits three: 32 * 8 * 8355711 < 2 ** 31.
+          __m512i whole = acc[m][t][0];
+          if constexpr (P > 1) whole = _mm512_add_epi32(whole, _mm512_slli_epi32(acc[m][t][1], 8));
+          if constexpr (P == 3 && IS_4BIT) whole = _mm512_add_epi32(whole, _mm512_slli_epi32(acc[m][t][2], 16));
+          vf value = _mm512_cvtepi32_ps(whole);
+          if constexpr (P == 3 && !IS_4BIT) value = fma(_mm512_cvtepi32_ps(acc[m][t][2]), splat(65536.0f), value);
           sums[m][t] = fma(value * unit, scale[t], sums[m][t]);
           sums[m][t] = fma(sum, bias[t], sums[m][t]);
         }
@@ -200,19 +197,18 @@ static void unpack_tile(const Weight& w, const char* tile, char* to) {
     }
 }
 
-template <int P, bool NIBBLES, int T>
+template <int P, bool IS_4BIT, bool NIBBLES, int T>
 INLINE void tile_rows(const Weight& w, const char* tiles, const TileSource& source, const char* x, long rows, float* y,
                       long ld) {
   const long x_row = w.k / XB * x_block_bytes(P);
-  const bool is_4bit = w.format == Format::tiles4;
   long row = 0;
   for (; row + 4 <= rows; row += 4)
-    tile_block<P, NIBBLES, 4, T>(w, tiles, source, is_4bit, x + row * x_row, x_row, y + row * ld, ld);
+    tile_block<P, IS_4BIT, NIBBLES, 4, T>(w, tiles, source, x + row * x_row, x_row, y + row * ld, ld);
   x += row * x_row, y += row * ld;
   switch (rows - row) {
-    case 1: return tile_block<P, NIBBLES, 1, T>(w, tiles, source, is_4bit, x, x_row, y, ld);
-    case 2: return tile_block<P, NIBBLES, 2, T>(w, tiles, source, is_4bit, x, x_row, y, ld);
-    case 3: return tile_block<P, NIBBLES, 3, T>(w, tiles, source, is_4bit, x, x_row, y, ld);
+    case 1: return tile_block<P, IS_4BIT, NIBBLES, 1, T>(w, tiles, source, x, x_row, y, ld);
+    case 2: return tile_block<P, IS_4BIT, NIBBLES, 2, T>(w, tiles, source, x, x_row, y, ld);
+    case 3: return tile_block<P, IS_4BIT, NIBBLES, 3, T>(w, tiles, source, x, x_row, y, ld);
   }
 }
 
@@ -226,18 +222,18 @@ static void tile_matmul_of(const Weight& w, const char* x, const MatmulTile& t, 
     const long count = t.col_end - col >= 2 * kTile && rows > 1 ? 2 : 1;
     TileSource source = {tiles + head, tile_bytes, tile_group_bytes(w)};
     float* y = t.y + t.row_begin * t.ld + col;
-    const bool is_unpacked = w.format == Format::tiles8 || rows > kMaxDirectRows;
-    if (w.format == Format::tiles4 && is_unpacked) {
+    const bool is_unpacked = w.format == Format::tiles4 && rows > kMaxDirectRows;
+    if (is_unpacked) {
       for (long i = 0; i < count; ++i) unpack_tile(w, tiles + i * tile_bytes, panel + i * kTile * w.k);
       source = {panel, kTile * w.k, kTile * w.group};
     }
-    if (is_unpacked) {
-      if (count == 2) tile_rows<P, false, 2>(w, tiles, source, x, rows, y, t.ld);
-      else tile_rows<P, false, 1>(w, tiles, source, x, rows, y, t.ld);
-    } else {
-      if (count == 2) tile_rows<P, true, 2>(w, tiles, source, x, rows, y, t.ld);
-      else tile_rows<P, true, 1>(w, tiles, source, x, rows, y, t.ld);
-    }
+    auto multiply = [&]<bool IS_4BIT, bool NIBBLES>() INLINE_LAMBDA {
+      if (count == 2) tile_rows<P, IS_4BIT, NIBBLES, 2>(w, tiles, source, x, rows, y, t.ld);
+      else tile_rows<P, IS_4BIT, NIBBLES, 1>(w, tiles, source, x, rows, y, t.ld);
+    };
+    if (w.format == Format::tiles8) multiply.template operator()<false, false>();
+    else if (is_unpacked) multiply.template operator()<true, false>();
+    else multiply.template operator()<true, true>();
     col += kTile * count;
   }
 }
