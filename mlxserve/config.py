@@ -4,6 +4,7 @@ MLXSERVE_HOME       folder of imported models and caches (default: mlxserve in $
 MLXSERVE_KERNELS    reference | cpu: which implementation of the kernels runs (read by mlxserve_kernels)
 MLXSERVE_THREADS    number of CPU kernel threads (read by mlxserve_kernels)
 MLXSERVE_CPU_ISA    portable | avx2 | avx512: instruction set of the CPU kernels (read by mlxserve_kernels)
+MLXSERVE_CPU_MATMUL exact | int16 | int8: what activations are rounded to (read by mlxserve_kernels)
 MLXSERVE_DEBUG      0 | 1: with 1 the command line prints the traceback of an unexpected error
 """
 

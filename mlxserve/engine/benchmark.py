@@ -65,7 +65,7 @@ def measure(model: LoadedModel, shape: DecodeShape, *, read_rate: float) -> Deco
     decode_tok_s = run.num_decoded / max(run.ended - run.prefilled, 1e-9)
     context = shape.prompt_tokens + shape.tokens // 2
     kv_bytes = context * sum(spec.page_bytes(1) for spec in model.layers)
-    num_bytes = decode_weight_bytes(model) // shape.streams + kv_bytes
+    num_bytes = decode_weight_bytes(model, shape.streams) // shape.streams + kv_bytes
     prefill_tok_s = shape.streams * shape.prompt_tokens / (run.prefilled - run.started)
     return DecodeRun(
         prompt_tokens=shape.prompt_tokens,
@@ -193,13 +193,25 @@ def _core(
     return EngineCore(target, config, is_pipelined=ops.supports_steps_in_flight())
 
 
-def decode_weight_bytes(model: LoadedModel) -> int:
-    """Weights that a decode step reads: all but an embedding table that is not also the head."""
-    total = model.weight_bytes
+def decode_weight_bytes(model: LoadedModel, streams: int = 1) -> int:
+    """Weights that a decode step of so many rows reads: all but an embedding table that is not also the
+    head, and of experts those that as many rows choose on average, if at random."""
+    total = float(model.weight_bytes)
     for name, module in model.module.named_modules():
+        num_bytes = sum(array.nbytes for array in module.values() if isinstance(array, mx.array))
         if name.endswith("embed_tokens") and not model.config.get("tie_word_embeddings", True):
-            total -= sum(array.nbytes for array in module.values() if isinstance(array, mx.array))
-    return total
+            total -= num_bytes
+        elif ".switch_mlp." in name:
+            chosen = model.config.get("num_experts_per_tok", 0) / _num_experts(model.config)
+            total -= num_bytes * (1 - chosen) ** streams
+    return int(total)
+
+
+def _num_experts(config: dict[str, Any]) -> int:
+    for key in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if config.get(key):
+            return int(config[key])
+    raise AssertionError("a model with experts does not state their number")
 
 
 def random_prompts(shape: DecodeShape, vocab_size: int) -> list[tuple[int, ...]]:
