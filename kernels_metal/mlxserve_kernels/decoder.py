@@ -22,12 +22,12 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
-from mlxserve_kernels.dispatch import FLOAT_TYPES, extension, reads_affine
+from mlxserve_kernels.dispatch import FLOAT_TYPES, extension, reads_quantized
 
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """``x @ dequantize(w).T + bias``: rows ``begin`` to ``end - 1`` (None: all) of an affine weight as in
+    """``x @ dequantize(w).T + bias``: rows ``begin`` to ``end - 1`` (None: all) of a quantized weight as in
     ``ops.quantized_matmul``, or, without scales, of a dense one as in ``ops.linear``."""
 
     w: mx.array
@@ -38,6 +38,7 @@ class Projection:
     bias: mx.array | None = None
     begin: int = 0
     end: int | None = None
+    mode: str = "affine"
 
     @property
     def is_supported(self) -> bool:
@@ -46,7 +47,9 @@ class Projection:
             return False
         if self.scales is None:
             return self.biases is None and self.w.dtype in FLOAT_TYPES
-        return reads_affine(self.scales, self.biases, group_size=self.group_size, bits=self.bits)
+        return reads_quantized(
+            self.scales, self.biases, group_size=self.group_size, bits=self.bits, mode=self.mode
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +182,7 @@ def _native(cpu: Any, layer: DecoderLayer) -> Any:
 
 
 def _native_matrix(cpu: Any, part: Projection) -> Any:
-    matrix = cpu.Matrix(part.w, part.scales, part.biases, part.group_size, part.bits, part.bias)
+    matrix = cpu.Matrix(part.w, part.scales, part.biases, part.group_size, part.bits, part.mode, part.bias)
     if part.begin == 0 and part.end is None:
         return matrix
     return matrix.rows(part.begin, part.w.shape[0] if part.end is None else part.end)

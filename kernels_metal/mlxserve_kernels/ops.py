@@ -1,8 +1,8 @@
 """The kernels: one public function an op. Each runs the C++ extension where ``dispatch`` picked it and the
 arguments are of a kind that it has; all else runs the twin in ``reference``, that is mlx's own ops.
 
-The extension has: float32 activations; affine 4- and 8-bit weights with groups of 32, 64 or 128; dense
-weights and KV pools of float32, float16 or bfloat16. There the result of a row does not depend on the other
+The extension has: float32 activations; affine weights of 2, 3, 4, 5, 6 or 8 bits with
+groups of 32, 64 or 128; mxfp4, mxfp8 and nvfp4 weights (K a multiple of 32); dense weights and KV pools of float32, float16 or bfloat16. There the result of a row does not depend on the other
 rows of the call, on its place among them, on page placement or on the number of threads: its bits are equal.
 
 All functions are lazy as mlx ops are. The extension raises ValueError at the call for wrong shapes and
@@ -15,7 +15,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from mlxserve_kernels import reference
-from mlxserve_kernels.dispatch import FLOAT_TYPES, extension, reads_affine
+from mlxserve_kernels.dispatch import FLOAT_TYPES, extension, reads_quantized
 from mlxserve_kernels.dispatch import num_threads as num_threads
 
 
@@ -62,10 +62,10 @@ def quantized_matmul(
     (3, 64)
     """
     cpu = extension()
-    is_read = reads_affine(scales, biases, group_size=group_size, bits=bits, mode=mode)
+    is_read = reads_quantized(scales, biases, group_size=group_size, bits=bits, mode=mode)
     if cpu is None or not is_read or x.dtype != mx.float32 or w.ndim != 2:
         return reference.quantized_matmul(x, w, scales, biases, group_size=group_size, bits=bits, mode=mode)
-    y: mx.array = cpu.quantized_matmul(x, w, scales, biases, group_size, bits)
+    y: mx.array = cpu.quantized_matmul(x, w, scales, biases, group_size, bits, mode)
     return y
 
 
@@ -90,8 +90,9 @@ def embed_rows(
     *,
     group_size: int = 0,
     bits: int = 0,
+    mode: str = "affine",
 ) -> mx.array:
-    """Rows ``ids`` of a table, float32 [..., K]: dense w [N, K], or affine as in ``quantized_matmul``.
+    """Rows ``ids`` of a table, float32 [..., K]: dense w [N, K], or quantized as in ``quantized_matmul``.
 
     ids int32 of any shape, from -N (negative ones count from the end, as mlx has it) to N - 1.
 
@@ -100,10 +101,10 @@ def embed_rows(
     """
     cpu = extension()
     is_dense = scales is None and w.dtype in FLOAT_TYPES
-    is_affine = reads_affine(scales, biases, group_size=group_size, bits=bits)
-    if cpu is None or ids.dtype != mx.int32 or w.ndim != 2 or not (is_dense or is_affine):
-        return reference.embed_rows(ids, w, scales, biases, group_size=group_size, bits=bits)
-    rows: mx.array = cpu.embed_rows(ids, w, scales, biases, group_size, bits)
+    is_read = reads_quantized(scales, biases, group_size=group_size, bits=bits, mode=mode)
+    if cpu is None or ids.dtype != mx.int32 or w.ndim != 2 or not (is_dense or is_read):
+        return reference.embed_rows(ids, w, scales, biases, group_size=group_size, bits=bits, mode=mode)
+    rows: mx.array = cpu.embed_rows(ids, w, scales, biases, group_size, bits, mode)
     return rows
 
 

@@ -240,10 +240,18 @@ def _projection(layer: nn.Module, begin: int = 0, end: int | None = None) -> Pro
     bias = layer.get("bias")
     if type(layer) is KernelLinear:
         return Projection(layer["weight"], bias=bias, begin=begin, end=end)
-    if type(layer) is not KernelQuantizedLinear or layer.mode != "affine":
+    if type(layer) is not KernelQuantizedLinear:
         raise _NotStandardError
     return Projection(
-        layer["weight"], layer["scales"], layer["biases"], layer.group_size, layer.bits, bias, begin, end
+        layer["weight"],
+        layer["scales"],
+        layer.get("biases"),
+        layer.group_size,
+        layer.bits,
+        bias,
+        begin,
+        end,
+        layer.mode,
     )
 
 

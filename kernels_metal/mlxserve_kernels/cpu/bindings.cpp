@@ -27,8 +27,8 @@ using Optional = std::optional<mlxserve::mx::array>;
 
 void bind_decoder(nb::module_& m) {
   nb::class_<Matrix>(m, "Matrix")
-      .def(nb::init<const mlxserve::mx::array&, const Optional&, const Optional&, int, int, const Optional&>(), "w"_a,
-           "scales"_a.none(), "biases"_a.none(), "group_size"_a, "bits"_a, "bias"_a.none())
+      .def(nb::init<const mlxserve::mx::array&, const Optional&, const Optional&, int, int, const std::string&, const Optional&>(),
+           "w"_a, "scales"_a.none(), "biases"_a.none(), "group_size"_a, "bits"_a, "mode"_a, "bias"_a.none())
       .def("rows", &Matrix::rows, "begin"_a, "end"_a);
   nb::class_<Norm>(m, "Norm").def(nb::init<const mlxserve::mx::array&, float>(), "weight"_a, "eps"_a);
   nb::class_<Rope>(m, "Rope").def(nb::init<const mlxserve::mx::array&, float, float, bool>(),
@@ -84,11 +84,11 @@ NB_MODULE(_cpu, m) {
       "clear_compile_cache",
       [] { mlx::core::detail::compile_clear_cache(mlx::core::detail::compile_cache()); },
       "Drop what mx.compile keeps for this thread.");
-  m.def("quantized_matmul", &mlxserve::quantized_matmul, "x"_a, "w"_a, "scales"_a, "biases"_a, "group_size"_a,
-        "bits"_a);
+  m.def("quantized_matmul", &mlxserve::quantized_matmul, "x"_a, "w"_a, "scales"_a, "biases"_a.none(), "group_size"_a,
+        "bits"_a, "mode"_a);
   m.def("linear", &mlxserve::linear, "x"_a, "w"_a);
   m.def("embed_rows", &mlxserve::embed_rows, "ids"_a, "w"_a, "scales"_a.none(), "biases"_a.none(), "group_size"_a,
-        "bits"_a);
+        "bits"_a, "mode"_a);
   m.def("greedy_tokens", &mlxserve::greedy_tokens, "logits"_a);
   m.def("rms_norm", &mlxserve::rms_norm, "x"_a, "weight"_a.none(), "eps"_a);
   m.def("silu_mul", &mlxserve::silu_mul, "gate"_a, "up"_a);

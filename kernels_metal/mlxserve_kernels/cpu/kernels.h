@@ -6,9 +6,23 @@
 
 namespace mlxserve {
 
-enum class Format { float32, float16, bfloat16, affine4, affine8 };
+enum class Format {
+  float32,
+  float16,
+  bfloat16,
+  affine2,
+  affine3,
+  affine4,
+  affine5,
+  affine6,
+  affine8,
+  mxfp4,
+  mxfp8,
+  nvfp4,
+};
 
-// A matrix of N rows and K columns, row-major; scales and biases of affine formats are [N, K / group].
+// A matrix of N rows and K columns, row-major; scales and biases of quantized formats are
+// [N, K / group]; mxfp4, mxfp8 and nvfp4 have no biases, and scales of 8 bits of their own kinds.
 struct Weight {
   Format format;
   long n, k;

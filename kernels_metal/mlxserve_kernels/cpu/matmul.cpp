@@ -4,6 +4,7 @@
 #include "ops.h"
 #include "pool.h"
 #include "primitive.h"
+#include "weight.h"
 
 namespace mlxserve {
 namespace {
@@ -54,17 +55,15 @@ class Matmul : public CpuPrimitive {
 
   const char* name() const override { return "MlxserveMatmul"; }
 
-  // inputs: x, w and, of affine formats, scales and biases.
+  // inputs: x, w and, of quantized formats, scales and, of affine ones, biases.
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
     auto& encoder = mx::cpu::get_command_encoder(stream());
     allocate(outputs[0]);
     mx::array x = dense(inputs[0], encoder), data = dense(inputs[1], encoder);
     Weight w = shape_;
     w.data = data.data<char>();
-    if (inputs.size() > 2) {
-      mx::array scales = dense(inputs[2], encoder), biases = dense(inputs[3], encoder);
-      w.scales = scales.data<char>(), w.biases = biases.data<char>();
-    }
+    if (inputs.size() > 2) w.scales = dense(inputs[2], encoder).data<char>();
+    if (inputs.size() > 3) w.biases = dense(inputs[3], encoder).data<char>();
     encoder.dispatch([w, from = x.data<float>(), to = outputs[0].data<float>(), rows = long(x.size() / w.k)] {
       matmul(w, from, to, rows);
     });
@@ -80,17 +79,15 @@ class EmbedRows : public CpuPrimitive {
 
   const char* name() const override { return "MlxserveEmbedRows"; }
 
-  // inputs: ids, w and, of affine formats, scales and biases.
+  // inputs: ids, w and, of quantized formats, scales and, of affine ones, biases.
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
     auto& encoder = mx::cpu::get_command_encoder(stream());
     allocate(outputs[0]);
     mx::array ids = dense(inputs[0], encoder), data = dense(inputs[1], encoder);
     Weight w = shape_;
     w.data = data.data<char>();
-    if (inputs.size() > 2) {
-      mx::array scales = dense(inputs[2], encoder), biases = dense(inputs[3], encoder);
-      w.scales = scales.data<char>(), w.biases = biases.data<char>();
-    }
+    if (inputs.size() > 2) w.scales = dense(inputs[2], encoder).data<char>();
+    if (inputs.size() > 3) w.biases = dense(inputs[3], encoder).data<char>();
     encoder.dispatch([w, at = ids.data<int>(), to = outputs[0].data<float>(), count = long(ids.size())] {
       for (long i = 0; i < count; ++i) {
         require(at[i] >= -w.n && at[i] < w.n, "embed_rows: id ", at[i], " at ", i, ", the table has ", w.n, " rows");
@@ -109,42 +106,29 @@ mx::array lazy_matmul(std::vector<mx::array> inputs, const Weight& shape) {
   return mx::array(std::move(out), mx::float32, std::make_shared<Matmul>(cpu_stream(), shape), std::move(inputs));
 }
 
-Weight affine_shape(const char* op, const mx::array& w, const mx::array& scales, const mx::array& biases,
-                    int group_size, int bits) {
-  require(bits == 4 || bits == 8, op, ": bits must be 4 or 8, got ", bits);
-  require(group_size == 32 || group_size == 64 || group_size == 128, op, ": group_size must be 32, 64 or 128, got ",
-          group_size);
-  require(w.dtype() == mx::uint32 && w.ndim() == 2, op, ": w must be uint32 [N, K * bits / 32]");
-  long n = w.shape(0), k = long(w.shape(1)) * 32 / bits;
-  require(k > 0 && k % group_size == 0, op, ": K must be a multiple of group_size ", group_size, ", got ", k);
-  mx::Shape groups{w.shape(0), static_cast<mx::ShapeElem>(k / group_size)};
-  require(scales.shape() == groups && biases.shape() == groups, op, ": scales and biases must be [", n, ", ",
-          k / group_size, "]");
-  Format scale_format = format_of(scales, op, "scales");
-  require(biases.dtype() == scales.dtype(), op, ": scales and biases must have one dtype");
-  return {bits == 4 ? Format::affine4 : Format::affine8, n, k, nullptr, group_size, scale_format, nullptr, nullptr};
-}
-
 }  // namespace
 
-mx::array quantized_matmul(const mx::array& x, const mx::array& w, const mx::array& scales, const mx::array& biases,
-                           int group_size, int bits) {
+mx::array quantized_matmul(const mx::array& x, const mx::array& w, const mx::array& scales,
+                           const std::optional<mx::array>& biases, int group_size, int bits, const std::string& mode) {
   const char* op = "quantized_matmul";
-  Weight shape = affine_shape(op, w, scales, biases, group_size, bits);
+  Weight shape = quantized_shape(op, w, scales, biases, group_size, bits, mode);
   require(x.dtype() == mx::float32 && x.ndim() >= 1, op, ": x must be float32 [..., K]");
   require(x.shape(-1) == shape.k, op, ": x has ", x.shape(-1), " columns, w has ", shape.k);
-  return lazy_matmul({x, w, scales, biases}, shape);
+  std::vector<mx::array> inputs{x, w, scales};
+  if (biases) inputs.push_back(*biases);
+  return lazy_matmul(std::move(inputs), shape);
 }
 
 mx::array embed_rows(const mx::array& ids, const mx::array& w, const std::optional<mx::array>& scales,
-                     const std::optional<mx::array>& biases, int group_size, int bits) {
+                     const std::optional<mx::array>& biases, int group_size, int bits, const std::string& mode) {
   const char* op = "embed_rows";
   require(ids.dtype() == mx::int32, op, ": ids must be int32");
   std::vector<mx::array> inputs{ids, w};
   Weight shape{};
-  if (scales && biases) {
-    shape = affine_shape(op, w, *scales, *biases, group_size, bits);
-    inputs.insert(inputs.end(), {*scales, *biases});
+  if (scales) {
+    shape = quantized_shape(op, w, *scales, biases, group_size, bits, mode);
+    inputs.push_back(*scales);
+    if (biases) inputs.push_back(*biases);
   } else {
     require(w.ndim() == 2 && w.shape(1) > 0, op, ": w must be [N, K]");
     shape = {format_of(w, op, "w"), w.shape(0), w.shape(1), nullptr, 0, Format::float32, nullptr, nullptr};

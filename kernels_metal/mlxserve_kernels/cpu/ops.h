@@ -3,6 +3,7 @@
 #pragma once
 
 #include <optional>
+#include <string>
 #include <utility>
 
 #include "mlx/array.h"
@@ -11,11 +12,11 @@ namespace mlxserve {
 
 namespace mx = mlx::core;
 
-mx::array quantized_matmul(const mx::array& x, const mx::array& w, const mx::array& scales, const mx::array& biases,
-                           int group_size, int bits);
+mx::array quantized_matmul(const mx::array& x, const mx::array& w, const mx::array& scales,
+                           const std::optional<mx::array>& biases, int group_size, int bits, const std::string& mode);
 mx::array linear(const mx::array& x, const mx::array& w);
 mx::array embed_rows(const mx::array& ids, const mx::array& w, const std::optional<mx::array>& scales,
-                     const std::optional<mx::array>& biases, int group_size, int bits);
+                     const std::optional<mx::array>& biases, int group_size, int bits, const std::string& mode);
 mx::array greedy_tokens(const mx::array& logits);
 mx::array rms_norm(const mx::array& x, const std::optional<mx::array>& weight, float eps);
 mx::array silu_mul(const mx::array& gate, const mx::array& up);
