@@ -73,26 +73,27 @@ def cpu_kernels() -> None:
         pytest.skip("the C++ extension is not in use")
 
 
-def tiny(folder: Path, family: str, *, bits: int | None = None, **shape: Any) -> Path:
+def tiny(folder: Path, family: str, *, bits: int | None = None, mode: str = "affine", **shape: Any) -> Path:
     model = TinyModel(
         model_type=family.split("-")[0], layers=NUM_LAYERS, extra_config=FAMILIES[family], **shape
     )
     write_tiny_model(folder, model)
     if bits is not None:
-        quantize(folder, bits)
+        quantize(folder, bits, mode)
     return folder
 
 
-def quantize(folder: Path, bits: int) -> None:
-    """Rewrite a checkpoint as MLX's affine format, norms and biases as they are."""
+def quantize(folder: Path, bits: int, mode: str) -> None:
+    """Rewrite a checkpoint in one of MLX's formats, norms and biases as they are."""
+    group_size = 16 if mode == "nvfp4" else 32
     module, _ = load_stock(folder, strict=True)
-    nn.quantize(module, group_size=32, bits=bits)
+    nn.quantize(module, group_size=group_size, bits=bits, mode=mode)
     (folder / "model.safetensors").unlink()
     weights = {name: array for name, array in tree_flatten(module.parameters()) if "rope" not in name}
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
-    config["quantization"] = {"group_size": 32, "bits": bits}
+    config["quantization"] = {"group_size": group_size, "bits": bits, "mode": mode}
     path.write_text(json.dumps(config), encoding="utf-8")
 
 
@@ -236,8 +237,25 @@ def test_steps_in_flight_see_their_own_pages(tmp_path: Path) -> None:
     np.testing.assert_array_equal(np.concatenate([np.array(logits) for logits in results]), expected)
 
 
-def test_other_formats_and_blocks_stay_unfused(tmp_path: Path) -> None:
-    assert load_model(tiny(tmp_path / "bits", "llama", bits=6)).num_fused_layers == 0
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+@pytest.mark.parametrize(
+    ("mode", "bits"),
+    [("affine", 2), ("affine", 3), ("affine", 5), ("affine", 6), ("mxfp4", 4), ("mxfp8", 8), ("nvfp4", 4)],
+)
+def test_every_format_is_fused(family: str, mode: str, bits: int, tmp_path: Path) -> None:
+    """phi3's projections are rows of larger matrices."""
+    folder = tiny(tmp_path, family, bits=bits, mode=mode)
+    tokens, pages = random_tokens(30), (5, 2, 9, 0)
+    fused, unfused = load_model(folder), load_model(folder, fuse=False)
+    assert (fused.num_fused_layers, unfused.num_fused_layers) == (NUM_LAYERS, 0)
+    logits = in_chunks(fused, tokens, (20, 1, 5, 4), pages)
+    assert_close(logits, in_chunks(unfused, tokens, (20, 1, 5, 4), pages))
+    np.testing.assert_array_equal(logits, in_chunks(fused, tokens, [30], pages))
+    stock, _ = load_stock(folder, strict=True)
+    assert_close(logits, np.array(stock(mx.array([tokens]), make_prompt_cache(stock))[0].astype(mx.float32)))
+
+
+def test_other_blocks_stay_unfused(tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "cohere", TinyModel(model_type="cohere", extra_config={"logit_scale": 1.0}))
     assert load_model(tmp_path / "cohere").num_fused_layers == 0
 

@@ -105,7 +105,8 @@ mx::array dense(const mx::array& a, mx::cpu::CommandEncoder& encoder) {
   mx::array out(a.shape(), a.dtype(), nullptr, {});
   allocate(out);
   if (a.itemsize() == 4) dispatch_gather<uint32_t>(a, out, encoder);
-  else dispatch_gather<uint16_t>(a, out, encoder);
+  else if (a.itemsize() == 2) dispatch_gather<uint16_t>(a, out, encoder);
+  else dispatch_gather<uint8_t>(a, out, encoder);
   encoder.add_temporary(out);
   return out;
 }
