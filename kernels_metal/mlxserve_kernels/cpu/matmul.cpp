@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "isa.h"
+#include "mlx/ops.h"
 #include "ops.h"
 #include "pool.h"
 #include "primitive.h"
@@ -49,6 +50,8 @@ void matmul(const Weight& w, const float* x, float* y, long rows) {
   panels(w, x, y, rows);
 }
 
+mx::array all_rows(std::vector<mx::array> inputs, const Weight& shape);
+
 class Matmul : public CpuPrimitive {
  public:
   Matmul(mx::Stream stream, Weight shape) : CpuPrimitive(stream), shape_(shape) {}
@@ -67,6 +70,25 @@ class Matmul : public CpuPrimitive {
     encoder.dispatch([w, from = x.data<float>(), to = outputs[0].data<float>(), rows = long(x.size() / w.k)] {
       matmul(w, from, to, rows);
     });
+  }
+
+  // For x, and for w where it is dense.
+  std::vector<mx::array> vjp(const std::vector<mx::array>& primals, const std::vector<mx::array>& cotangents,
+                             const std::vector<int>& argnums, const std::vector<mx::array>&) override {
+    const mx::array &x = primals[0], &dy = cotangents[0];
+    std::vector<mx::array> gradients;
+    for (int argnum : argnums) {
+      if (argnum == 0) {
+        gradients.push_back(mx::matmul(dy, all_rows(primals, shape_), stream()));
+        continue;
+      }
+      require(shape_.group == 0, "quantized_matmul: there is no gradient of quantized weights");
+      int rows = int(x.size() / shape_.k);
+      mx::array from = mx::reshape(x, {rows, int(shape_.k)}, stream());
+      mx::array back = mx::transpose(mx::reshape(dy, {rows, int(shape_.n)}, stream()), stream());
+      gradients.push_back(mx::astype(mx::matmul(back, from, stream()), primals[1].dtype(), stream()));
+    }
+    return gradients;
   }
 
  private:
@@ -99,6 +121,13 @@ class EmbedRows : public CpuPrimitive {
  private:
   Weight shape_;
 };
+
+// A weight in float32; the first input of a product is replaced by the ids of all rows.
+mx::array all_rows(std::vector<mx::array> inputs, const Weight& shape) {
+  inputs[0] = mx::arange(int(shape.n), cpu_stream());
+  mx::Shape out{int(shape.n), int(shape.k)};
+  return mx::array(std::move(out), mx::float32, std::make_shared<EmbedRows>(cpu_stream(), shape), std::move(inputs));
+}
 
 mx::array lazy_matmul(std::vector<mx::array> inputs, const Weight& shape) {
   mx::Shape out = inputs[0].shape();

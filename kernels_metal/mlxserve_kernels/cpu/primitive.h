@@ -31,7 +31,7 @@ inline Format format_of(const mx::array& a, const char* op, const char* name) {
   return a.dtype() == mx::float32 ? Format::float32 : a.dtype() == mx::float16 ? Format::float16 : Format::bfloat16;
 }
 
-// A primitive that runs on the CPU and whose results carry no gradient.
+// A primitive that runs on the CPU.
 class CpuPrimitive : public mx::Primitive {
  public:
   using mx::Primitive::Primitive;
