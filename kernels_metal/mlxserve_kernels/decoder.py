@@ -22,13 +22,13 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
-from mlxserve_kernels.dispatch import FLOAT_TYPES, TILE_ROWS, extension, reads_affine
+from mlxserve_kernels.dispatch import FLOAT_TYPES, TILE_ROWS, extension, reads_quantized
 from mlxserve_kernels.experts import ExpertWeights
 
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """``x @ dequantize(w).T + bias``: rows ``begin`` to ``end - 1`` (None: all) of an affine weight as in
+    """``x @ dequantize(w).T + bias``: rows ``begin`` to ``end - 1`` (None: all) of a quantized weight as in
     ``ops.quantized_matmul``, or, without scales, of a dense one as in ``ops.linear``, or, with a
     ``scale_dtype``, of tiles as in ``ops.tiled_matmul`` (``begin`` and ``end`` between tiles)."""
 
@@ -41,6 +41,7 @@ class Projection:
     begin: int = 0
     end: int | None = None
     scale_dtype: mx.Dtype | None = None
+    mode: str = "affine"
 
     @property
     def num_rows(self) -> int:
@@ -57,7 +58,9 @@ class Projection:
             return False
         if self.scales is None:
             return self.biases is None and self.w.dtype in FLOAT_TYPES
-        return reads_affine(self.scales, self.biases, group_size=self.group_size, bits=self.bits)
+        return reads_quantized(
+            self.scales, self.biases, group_size=self.group_size, bits=self.bits, mode=self.mode
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +231,9 @@ def _native_matrix(cpu: Any, part: Projection) -> Any:
     if part.scale_dtype is not None:
         matrix = cpu.Matrix(part.w, part.group_size, part.bits, part.scale_dtype, part.bias)
     else:
-        matrix = cpu.Matrix(part.w, part.scales, part.biases, part.group_size, part.bits, part.bias)
+        matrix = cpu.Matrix(
+            part.w, part.scales, part.biases, part.group_size, part.bits, part.mode, part.bias
+        )
     if part.begin == 0 and part.end is None:
         return matrix
     return matrix.rows(part.begin, part.num_rows if part.end is None else part.end)
@@ -254,5 +259,12 @@ def _rows(experts: ExpertWeights) -> Projection:
     assert w is not None
     scales, biases, bias = others
     return Projection(
-        w, scales, biases, experts.group_size, experts.bits, bias, scale_dtype=experts.scale_dtype
+        w,
+        scales,
+        biases,
+        experts.group_size,
+        experts.bits,
+        bias,
+        scale_dtype=experts.scale_dtype,
+        mode=experts.mode,
     )

@@ -32,15 +32,22 @@ FLOAT_TYPES = (mx.float32, mx.float16, mx.bfloat16)
 """What the extension widens as it reads: dense weights, scales, KV pages."""
 
 
-def reads_affine(
+_FLOAT_MODES = {"mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}
+
+
+def reads_quantized(
     scales: mx.array | None, biases: mx.array | None, *, group_size: int, bits: int, mode: str = "affine"
 ) -> bool:
     """Whether the extension reads weights that are quantized so."""
+    if scales is None:
+        return False
+    if mode != "affine":
+        # Kernels read 32 values at a time.
+        is_whole = scales.shape[-1] * group_size % 32 == 0
+        return is_whole and biases is None and (group_size, bits) == _FLOAT_MODES.get(mode)
     return (
-        mode == "affine"
-        and bits in (4, 8)
+        bits in (2, 3, 4, 5, 6, 8)
         and group_size in (32, 64, 128)
-        and scales is not None
         and biases is not None
         and scales.dtype in FLOAT_TYPES
         and scales.dtype == biases.dtype

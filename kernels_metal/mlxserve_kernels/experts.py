@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
-from mlxserve_kernels.dispatch import FLOAT_TYPES, reads_affine
+from mlxserve_kernels.dispatch import FLOAT_TYPES, reads_quantized
 
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -16,9 +16,9 @@ Activation = Literal["silu", "gelu_tanh"]
 class ExpertWeights:
     """One matrix an expert: ``x @ dequantize(w[e]).T + bias[e]``.
 
-    Affine: w uint32 [E, N, K * bits / 32], scales and biases [E, N, K / group_size], as ``mx.quantize`` gives
-    them. Dense, without scales: w [E, N, K]. With a ``scale_dtype`` w is tiles: uint8 [E, N / 16, K /
-    group_size, bytes], the rows of all experts in ``ops.pack_tiles``. bias [E, N].
+    Quantized: w uint32 [E, N, K * bits / 32], scales and, of affine weights, biases [E, N, K / group_size],
+    as ``mx.quantize`` gives them. Dense, without scales: w [E, N, K]. With a ``scale_dtype`` w is tiles:
+    uint8 [E, N / 16, K / group_size, bytes], the rows of all experts in ``ops.pack_tiles``. bias [E, N].
     """
 
     w: mx.array
@@ -39,7 +39,7 @@ class ExpertWeights:
             return False
         if self.scales is None:
             return self.biases is None and self.w.dtype in FLOAT_TYPES
-        return reads_affine(
+        return reads_quantized(
             self.scales, self.biases, group_size=self.group_size, bits=self.bits, mode=self.mode
         )
 
@@ -47,5 +47,5 @@ class ExpertWeights:
         """The form that the extension ``cpu`` takes."""
         bias = None if self.bias is None else self.bias.astype(mx.float32)
         return cpu.ExpertArrays(
-            self.w, self.scales, self.biases, self.group_size, self.bits, bias, self.scale_dtype
+            self.w, self.scales, self.biases, self.group_size, self.bits, self.mode, bias, self.scale_dtype
         )

@@ -1,9 +1,11 @@
 """The kernels: one public function an op. Each runs the C++ extension where ``dispatch`` picked it and the
 arguments are of a kind that it has; all else runs the twin in ``reference``, that is mlx's own ops.
 
-The extension has: float32 activations; affine 4- and 8-bit weights with groups of 32, 64 or 128; dense
-weights and KV pools of float32, float16 or bfloat16. There the result of a row does not depend on the other
-rows of the call, on its place among them, on page placement or on the number of threads: its bits are equal.
+The extension has: float32 activations; affine weights of 2, 3, 4, 5, 6 or 8 bits with groups of 32, 64 or
+128; mxfp4, mxfp8 and nvfp4 weights (K a multiple of 32); dense weights and KV pools of float32, float16 or
+bfloat16. There the result of a row does not depend on the other rows of the call, on its place among them, on
+page placement or on the number of threads: its bits are equal. quantized_matmul, linear, rms_norm and
+silu_mul have gradients, by mlx's own ops; one of quantized weights raises ValueError.
 
 All functions are lazy as mlx ops are. The extension raises ValueError at the call for wrong shapes and
 dtypes, and RuntimeError when the result is evaluated for wrong *values* of index arrays, such as a slot
@@ -17,7 +19,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from mlxserve_kernels import reference
-from mlxserve_kernels.dispatch import FLOAT_TYPES, TILE_ROWS, extension, reads_affine
+from mlxserve_kernels.dispatch import FLOAT_TYPES, TILE_ROWS, extension, reads_quantized
 from mlxserve_kernels.dispatch import num_threads as num_threads
 from mlxserve_kernels.experts import Activation, ExpertWeights
 
@@ -65,10 +67,10 @@ def quantized_matmul(
     (3, 64)
     """
     cpu = extension()
-    is_read = reads_affine(scales, biases, group_size=group_size, bits=bits, mode=mode)
+    is_read = reads_quantized(scales, biases, group_size=group_size, bits=bits, mode=mode)
     if cpu is None or not is_read or x.dtype != mx.float32 or w.ndim != 2:
         return reference.quantized_matmul(x, w, scales, biases, group_size=group_size, bits=bits, mode=mode)
-    y: mx.array = cpu.quantized_matmul(x, w, scales, biases, group_size, bits)
+    y: mx.array = cpu.quantized_matmul(x, w, scales, biases, group_size, bits, mode)
     return y
 
 
@@ -93,8 +95,9 @@ def embed_rows(
     *,
     group_size: int = 0,
     bits: int = 0,
+    mode: str = "affine",
 ) -> mx.array:
-    """Rows ``ids`` of a table, float32 [..., K]: dense w [N, K], or affine as in ``quantized_matmul``.
+    """Rows ``ids`` of a table, float32 [..., K]: dense w [N, K], or quantized as in ``quantized_matmul``.
 
     ids int32 of any shape, from -N (negative ones count from the end, as mlx has it) to N - 1.
 
@@ -103,10 +106,10 @@ def embed_rows(
     """
     cpu = extension()
     is_dense = scales is None and w.dtype in FLOAT_TYPES
-    is_affine = reads_affine(scales, biases, group_size=group_size, bits=bits)
-    if cpu is None or ids.dtype != mx.int32 or w.ndim != 2 or not (is_dense or is_affine):
-        return reference.embed_rows(ids, w, scales, biases, group_size=group_size, bits=bits)
-    rows: mx.array = cpu.embed_rows(ids, w, scales, biases, group_size, bits)
+    is_read = reads_quantized(scales, biases, group_size=group_size, bits=bits, mode=mode)
+    if cpu is None or ids.dtype != mx.int32 or w.ndim != 2 or not (is_dense or is_read):
+        return reference.embed_rows(ids, w, scales, biases, group_size=group_size, bits=bits, mode=mode)
+    rows: mx.array = cpu.embed_rows(ids, w, scales, biases, group_size, bits, mode)
     return rows
 
 
@@ -196,13 +199,14 @@ def can_tile(
 ) -> bool:
     """Whether ``pack_tiles`` takes these weights here, and kernels for tiles are what runs."""
     cpu = extension()
-    is_read = reads_affine(scales, biases, group_size=group_size, bits=bits, mode=mode)
-    return cpu is not None and bool(cpu.has_tiles()) and is_read and num_rows % TILE_ROWS == 0
+    is_read = reads_quantized(scales, biases, group_size=group_size, bits=bits, mode=mode)
+    has_tiles = mode == "affine" and bits in (4, 8) and num_rows % TILE_ROWS == 0
+    return cpu is not None and bool(cpu.has_tiles()) and is_read and has_tiles
 
 
 def pack_tiles(w: mx.array, scales: mx.array, biases: mx.array, *, group_size: int, bits: int) -> mx.array:
-    """Affine weights (see ``quantized_matmul``) in the order in which the integer kernels read them: uint8
-    [N / 16, K / group_size, bytes], evaluated. Nothing is rounded. Needs ``can_tile``."""
+    """Affine weights of 4 or 8 bits (see ``quantized_matmul``) in the order in which the integer kernels read
+    them: uint8 [N / 16, K / group_size, bytes], evaluated. Nothing is rounded. Needs ``can_tile``."""
     cpu = extension()
     assert cpu is not None, "tiles need the extension"
     tiles: mx.array = cpu.pack_tiles(w, scales, biases, group_size, bits)

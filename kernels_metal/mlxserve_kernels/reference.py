@@ -39,15 +39,18 @@ def embed_rows(
     *,
     group_size: int = 0,
     bits: int = 0,
+    mode: str = "affine",
 ) -> mx.array:
-    if scales is None or biases is None:
+    if scales is None:
         return w[ids].astype(mx.float32)
     return mx.dequantize(
         w[ids],
-        scales[ids].astype(mx.float32),
-        biases[ids].astype(mx.float32),
+        scales[ids] if biases is None else scales[ids].astype(mx.float32),
+        None if biases is None else biases[ids].astype(mx.float32),
         group_size=group_size,
         bits=bits,
+        mode=mode,
+        dtype=mx.float32,
     )
 
 

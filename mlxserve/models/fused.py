@@ -270,10 +270,18 @@ def _projection(layer: nn.Module, begin: int = 0, end: int | None = None) -> Pro
             end=end,
             scale_dtype=layer.scale_dtype,
         )
-    if type(layer) is not KernelQuantizedLinear or layer.mode != "affine":
+    if type(layer) is not KernelQuantizedLinear:
         raise _NotStandardError
     return Projection(
-        layer["weight"], layer["scales"], layer["biases"], layer.group_size, layer.bits, bias, begin, end
+        layer["weight"],
+        layer["scales"],
+        layer.get("biases"),
+        layer.group_size,
+        layer.bits,
+        bias,
+        begin,
+        end,
+        mode=layer.mode,
     )
 
 

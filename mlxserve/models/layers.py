@@ -47,8 +47,7 @@ class KernelQuantizedEmbedding(nn.QuantizedEmbedding):
 
     def __call__(self, x: mx.array) -> mx.array:
         biases = self.get("biases")
-        is_affine = biases is not None
-        if is_affine and self.activation_dtype == mx.float32:
+        if self.activation_dtype == mx.float32:
             return ops.embed_rows(
                 x,
                 self["weight"],
@@ -56,7 +55,9 @@ class KernelQuantizedEmbedding(nn.QuantizedEmbedding):
                 biases,
                 group_size=self.group_size,
                 bits=self.bits,
+                mode=self.mode,
             )
+        is_affine = biases is not None
         scales = self["scales"][x]
         return mx.dequantize(
             self["weight"][x],

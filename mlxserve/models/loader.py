@@ -40,7 +40,7 @@ from mlxserve.models.paged import (
 from mlxserve.models.rope_config import settle_rope
 from mlxserve.models.safetensors_file import read_tensors
 from mlxserve_kernels import ops
-from mlxserve_kernels.dispatch import exact_products, reads_affine
+from mlxserve_kernels.dispatch import exact_products, reads_quantized
 
 logger = logging.getLogger(__name__)
 
@@ -190,7 +190,9 @@ def _narrow_parameters(layer: nn.Module) -> tuple[str, ...]:
     if not is_quantized and not is_quantized_switch_linear(layer):
         return ()
     scales, biases = layer["scales"], layer.get("biases")
-    if not reads_affine(scales, biases, group_size=layer.group_size, bits=layer.bits, mode=layer.mode):
+    if biases is None or not reads_quantized(
+        scales, biases, group_size=layer.group_size, bits=layer.bits, mode=layer.mode
+    ):
         return ()
     # Both or neither: the kernels want one dtype.
     if all(_is_float16(array) for array in (scales, biases)):

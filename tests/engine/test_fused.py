@@ -75,19 +75,20 @@ def cpu_kernels() -> None:
         pytest.skip("the C++ extension is not in use")
 
 
-def tiny(folder: Path, family: str, *, bits: int | None = None, **shape: Any) -> Path:
+def tiny(folder: Path, family: str, *, bits: int | None = None, mode: str = "affine", **shape: Any) -> Path:
     model = TinyModel(
         model_type=family.split("-")[0], layers=NUM_LAYERS, extra_config=FAMILIES[family], **shape
     )
     write_tiny_model(folder, model)
     if bits is not None:
-        quantize(folder, bits)
+        quantize(folder, bits, mode)
     return folder
 
 
-def quantize(folder: Path, bits: int, *, bits_of: dict[str, int] | None = None) -> None:
-    """Rewrite a checkpoint as MLX's affine format, norms and biases as they are. ``bits_of`` names layers,
-    by a part of their paths, that get others."""
+def quantize(folder: Path, bits: int, mode: str = "affine", *, bits_of: dict[str, int] | None = None) -> None:
+    """Rewrite a checkpoint in one of MLX's formats, norms and biases as they are. ``bits_of`` names layers,
+    by a part of their paths, that become affine with others."""
+    group_size = 16 if mode == "nvfp4" else 32
     module, _ = load_stock(folder, strict=True)
     others: dict[str, Any] = {}
 
@@ -96,17 +97,17 @@ def quantize(folder: Path, bits: int, *, bits_of: dict[str, int] | None = None) 
             return False
         for part, count in (bits_of or {}).items():
             if part in path:
-                others[path] = {"group_size": 32, "bits": count}
+                others[path] = {"group_size": 32, "bits": count, "mode": "affine"}
                 return others[path]
         return True
 
-    nn.quantize(module, group_size=32, bits=bits, class_predicate=choose)
+    nn.quantize(module, group_size=group_size, bits=bits, mode=mode, class_predicate=choose)
     (folder / "model.safetensors").unlink()
     weights = {name: array for name, array in tree_flatten(module.parameters()) if "rope" not in name}
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
-    config["quantization"] = {"group_size": 32, "bits": bits, **others}
+    config["quantization"] = {"group_size": group_size, "bits": bits, "mode": mode, **others}
     path.write_text(json.dumps(config), encoding="utf-8")
 
 
@@ -261,29 +262,71 @@ def test_steps_in_flight_see_their_own_pages(tmp_path: Path) -> None:
     np.testing.assert_array_equal(np.concatenate([np.array(logits) for logits in results]), expected)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe"])
-def test_experts_are_part_of_the_stack(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = load_model(tiny(tmp_path, family, bits=4))
+FORMATS = [
+    ("affine", 2),
+    ("affine", 3),
+    ("affine", 5),
+    ("affine", 6),
+    ("mxfp4", 4),
+    ("mxfp8", 8),
+    ("nvfp4", 4),
+]
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+@pytest.mark.parametrize(("mode", "bits"), FORMATS)
+def test_every_format_is_fused(family: str, mode: str, bits: int, tmp_path: Path) -> None:
+    """phi3's projections are rows of larger matrices."""
+    folder = tiny(tmp_path, family, bits=bits, mode=mode)
+    tokens, pages = random_tokens(30), (5, 2, 9, 0)
+    fused, unfused = load_model(folder), load_model(folder, fuse=False)
+    assert (fused.num_fused_layers, unfused.num_fused_layers) == (NUM_LAYERS, 0)
+    logits = in_chunks(fused, tokens, (20, 1, 5, 4), pages)
+    assert_close(logits, in_chunks(unfused, tokens, (20, 1, 5, 4), pages))
+    np.testing.assert_array_equal(logits, in_chunks(fused, tokens, [30], pages))
+    stock, _ = load_stock(folder, strict=True)
+    assert_close(logits, np.array(stock(mx.array([tokens]), make_prompt_cache(stock))[0].astype(mx.float32)))
+
+
+def assert_experts_in_the_stack(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
+    """Returns the logits of 9 tokens."""
     expected = in_chunks(model, random_tokens(9), [8, 1], range(2))
     for name in ("route", "gated_experts", "gather_matmul"):
         monkeypatch.delattr(ops, name)
     np.testing.assert_array_equal(in_chunks(model, random_tokens(9), [8, 1], range(2)), expected)
+    return expected
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe"])
+def test_experts_are_part_of_the_stack(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_experts_in_the_stack(load_model(tiny(tmp_path, family, bits=4)), monkeypatch)
+
+
+@pytest.mark.parametrize(("mode", "bits"), FORMATS)
+def test_experts_of_every_format_are(
+    mode: str, bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny(tmp_path, "qwen2_moe", bits=bits, mode=mode)
+    unfused = in_chunks(load_model(folder, fuse=False), random_tokens(9), [8, 1], range(2))
+    assert_close(assert_experts_in_the_stack(load_model(folder), monkeypatch), unfused)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "granitemoe"])
-def test_experts_in_other_formats_run_behind_the_attention(family: str, tmp_path: Path) -> None:
-    """The experts of a layer in six bits, all else in four."""
+@pytest.mark.parametrize("part", ["switch_mlp", "switch_mlp.gate_proj", "switch_mlp.down_proj"])
+def test_experts_in_other_formats(family: str, part: str, tmp_path: Path) -> None:
+    """Six bits among four. Where one of gate and up can be tiles, they run behind the attention."""
     folder = tiny(tmp_path, family)
-    quantize(folder, 4, bits_of={"switch_mlp": 6})
+    quantize(folder, 4, bits_of={part: 6})
     tokens = random_tokens(30)
     fused, unfused = load_model(folder), load_model(folder, fuse=False)
     assert fused.num_fused_layers == NUM_LAYERS
     logits = in_chunks(fused, tokens, (20, 1, 9), range(4))
     assert_close(logits, in_chunks(unfused, tokens, (20, 1, 9), range(4)))
+    stock, _ = load_stock(folder, strict=True)
+    assert_close(logits, np.array(stock(mx.array([tokens]), make_prompt_cache(stock))[0].astype(mx.float32)))
 
 
-def test_other_formats_and_blocks_stay_unfused(tmp_path: Path) -> None:
-    assert load_model(tiny(tmp_path / "bits", "llama", bits=6)).num_fused_layers == 0
+def test_other_blocks_stay_unfused(tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "cohere", TinyModel(model_type="cohere", extra_config={"logit_scale": 1.0}))
     assert load_model(tmp_path / "cohere").num_fused_layers == 0
 

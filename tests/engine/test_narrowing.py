@@ -8,7 +8,7 @@ import pytest
 
 from mlxserve.models.layers import use_kernels
 from mlxserve.models.loader import _convert_parameters
-from mlxserve_kernels.dispatch import reads_affine
+from mlxserve_kernels.dispatch import reads_quantized
 
 pytestmark = pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="Metal keeps its dtypes")
 
@@ -41,6 +41,6 @@ def test_scales_and_biases_are_narrowed_together_and_exactly(
 ) -> None:
     layer = converted(kind, scale, bias)
     assert (layer.scales.dtype, layer.biases.dtype) == (dtype, dtype)
-    assert reads_affine(layer.scales, layer.biases, group_size=32, bits=4)
+    assert reads_quantized(layer.scales, layer.biases, group_size=32, bits=4)
     for array, value in ((layer.scales, scale), (layer.biases, bias)):
         assert mx.array_equal(array.astype(mx.float32), mx.full((64, 2), value)).item()

@@ -16,6 +16,14 @@ from mlxserve_kernels.experts import Activation, ExpertWeights
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 
+FORMATS = [
+    *(("affine", 32, bits) for bits in (2, 3, 5, 6)),
+    ("mxfp4", 32, 4),
+    ("mxfp8", 32, 8),
+    ("nvfp4", 16, 4),
+]
+
+
 @pytest.fixture(params=["portable", "avx2", "avx512"])
 def each_isa(request: pytest.FixtureRequest, cpu_kernels: None) -> Iterator[None]:
     cpu = extension()
@@ -36,12 +44,16 @@ def experts(
     group: int = 32,
     dtype: mx.Dtype = mx.float32,
     bias: bool = False,
+    mode: str = "affine",
 ) -> ExpertWeights:
     w = mx.random.normal((count, n, k)) * 0.3
     vector = mx.random.normal((count, n)) if bias else None
     if bits is None:
         return ExpertWeights(w.astype(dtype), bias=vector)
-    w, scales, biases = mx.quantize(w, group_size=group, bits=bits)
+    w, scales, *rest = mx.quantize(w, group_size=group, bits=bits, mode=mode)
+    if mode != "affine":
+        return ExpertWeights(w, scales, None, group, bits, mode, vector)
+    biases = rest[0]
     return ExpertWeights(
         w, scales.astype(dtype), biases.astype(dtype), group_size=group, bits=bits, bias=vector
     )
@@ -58,16 +70,17 @@ def random_ids(rows: int, top_k: int, count: int, *, skew: float = 1.0) -> mx.ar
 def plain(x: mx.array, expert: int, weights: ExpertWeights) -> mx.array:
     """The product of rows with one expert by the plain operations."""
     w = weights.w[expert]
-    if weights.scales is None or weights.biases is None:
+    if weights.scales is None:
         y = ops.linear(x, w)
     else:
         y = ops.quantized_matmul(
             x,
             w,
             weights.scales[expert],
-            weights.biases[expert],
+            None if weights.biases is None else weights.biases[expert],
             group_size=weights.group_size,
             bits=weights.bits,
+            mode=weights.mode,
         )
     return y if weights.bias is None else y + weights.bias[expert]
 
@@ -99,6 +112,21 @@ def test_a_row_has_the_bits_of_a_plain_product(bits: int, dtype: mx.Dtype, bias:
         for shape in ((rows, k), (rows, top_k, k)):
             x = mx.random.normal(shape)
             assert mx.array_equal(ops.gather_matmul(x, ids, weights), one_by_one(x, ids, weights))
+
+
+@pytest.mark.usefixtures("each_isa")
+@pytest.mark.parametrize(("mode", "group", "bits"), FORMATS)
+def test_every_format(mode: str, group: int, bits: int) -> None:
+    for n, rows in itertools.product((3, 50), (1, 30)):
+        gate, up = (experts(5, n, 128, bits, group, bias=True, mode=mode) for _ in range(2))
+        down, ids = experts(5, 32, n, None), random_ids(rows, 2, 5, skew=3.0)
+        x = mx.random.normal((rows, 128))
+        got = ops.gather_matmul(x, ids, gate)
+        assert mx.array_equal(got, one_by_one(x, ids, gate))
+        assert_close(got, reference.gather_matmul(x, ids, gate))
+        assert_close(
+            ops.gated_experts(x, ids, gate, up, down), reference.gated_experts(x, ids, gate, up, down)
+        )
 
 
 @pytest.mark.usefixtures("each_isa")
@@ -218,6 +246,11 @@ def test_wrong_ids_are_found_at_evaluation(wrong: int, rows: int) -> None:
 
 
 def test_wrong_shapes_are_named() -> None:
+    parts = experts(3, 8, 64, 4, mode="mxfp4")
+    assert parts.scales is not None
+    wrong = ExpertWeights(parts.w, parts.scales[:2], None, 32, 4, "mxfp4")
+    with pytest.raises(ValueError, match=r"scales must be uint8 \[3, 8, 2\]"):
+        ops.gather_matmul(mx.zeros((1, 64)), mx.zeros((1, 1), dtype=mx.int32), wrong)
     weights, other = experts(4, 32, 64, 4), experts(3, 64, 32, 4)
     ids = mx.zeros((2, 2), dtype=mx.int32)
     with pytest.raises(ValueError, match=r"x must be \[..., 64\]"):
@@ -232,12 +265,12 @@ def test_wrong_shapes_are_named() -> None:
         ops.route(mx.zeros((1, 4)), 5, is_normalized=True)
 
 
-def test_other_formats_run_mlx() -> None:
-    w, scales, biases = mx.quantize(mx.random.normal((4, 16, 64)), group_size=64, bits=6)
-    weights = ExpertWeights(w, scales, biases, 64, 6)
-    x, ids = mx.random.normal((3, 64)), random_ids(3, 2, 4)
+def test_other_formats_and_activations_run_mlx() -> None:
+    x, ids = mx.random.normal((3, 48)), random_ids(3, 2, 4)
+    weights = experts(4, 16, 48, 4, 16, mode="nvfp4")
+    assert not weights.is_supported
     assert mx.array_equal(ops.gather_matmul(x, ids, weights), reference.gather_matmul(x, ids, weights))
-    half = ops.gather_matmul(x.astype(mx.float16), ids, experts(4, 16, 64, None))
+    half = ops.gather_matmul(x.astype(mx.float16), ids, experts(4, 16, 48, None))
     assert half.dtype == mx.float16
 
 

@@ -103,14 +103,8 @@ def test_no_rows() -> None:
     assert ops.linear(mx.zeros((0, 5)), mx.zeros((3, 5))).shape == (0, 3)
 
 
-def test_other_formats_run_mlx() -> None:
+def test_other_activations_run_mlx() -> None:
     x = mx.random.normal((3, 64))
-    for bits, mode, group in ((2, "affine", 64), (6, "affine", 32), (4, "mxfp4", 32)):
-        parts = mx.quantize(mx.random.normal((16, 64)), group_size=group, bits=bits, mode=mode)
-        w, scales, biases = (*parts, None)[:3]
-        got = ops.quantized_matmul(x, w, scales, biases, group_size=group, bits=bits, mode=mode)
-        want = reference.quantized_matmul(x, w, scales, biases, group_size=group, bits=bits, mode=mode)
-        assert mx.array_equal(got, want)
     half = ops.linear(x.astype(mx.float16), mx.ones((2, 64)))
     assert half.dtype == mx.float16
 

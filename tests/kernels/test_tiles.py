@@ -150,6 +150,8 @@ def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="N a multiple of 16"):
         ops.pack_tiles(w, scales, biases, group_size=32, bits=4)
     assert not ops.can_tile(scales, biases, 24, group_size=32, bits=4)
+    assert not ops.can_tile(scales, biases, 32, group_size=32, bits=6)
+    assert not ops.can_tile(scales.astype(mx.uint8), None, 32, group_size=32, bits=4, mode="mxfp4")
     assert not ops.can_tile(scales, None, 32, group_size=32, bits=4)
     tiles = ops.pack_tiles(*quantized(32, 64, 32, 4), group_size=32, bits=4)
     with pytest.raises(ValueError, match="x has 65 columns, w has 64"):

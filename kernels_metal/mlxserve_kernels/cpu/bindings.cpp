@@ -28,8 +28,9 @@ using Optional = std::optional<mlxserve::mx::array>;
 
 void bind_decoder(nb::module_& m) {
   nb::class_<Matrix>(m, "Matrix")
-      .def(nb::init<const mlxserve::mx::array&, const Optional&, const Optional&, int, int, const Optional&>(), "w"_a,
-           "scales"_a.none(), "biases"_a.none(), "group_size"_a, "bits"_a, "bias"_a.none())
+      .def(nb::init<const mlxserve::mx::array&, const Optional&, const Optional&, int, int, const std::string&,
+                    const Optional&>(),
+           "w"_a, "scales"_a.none(), "biases"_a.none(), "group_size"_a, "bits"_a, "mode"_a, "bias"_a.none())
       .def(nb::init<const mlxserve::mx::array&, int, int, mlxserve::mx::Dtype, const Optional&>(), "tiles"_a,
            "group_size"_a, "bits"_a, "scale_dtype"_a, "bias"_a.none())
       .def("rows", &Matrix::rows, "begin"_a, "end"_a);
@@ -78,10 +79,11 @@ void bind_experts(nb::module_& m) {
   using mlxserve::ExpertArrays;
   nb::class_<ExpertArrays>(m, "ExpertArrays")
       .def("__init__", [](ExpertArrays* to, const mlxserve::mx::array& w, const Optional& scales,
-                          const Optional& biases, int group_size, int bits, const Optional& bias,
-                          const std::optional<mlxserve::mx::Dtype>& scale_dtype) {
-        new (to) ExpertArrays{w, scales, biases, group_size, bits, bias, scale_dtype};
-      }, "w"_a, "scales"_a.none(), "biases"_a.none(), "group_size"_a, "bits"_a, "bias"_a.none(), "scale_dtype"_a.none());
+                          const Optional& biases, int group_size, int bits, const std::string& mode,
+                          const Optional& bias, const std::optional<mlxserve::mx::Dtype>& scale_dtype) {
+        new (to) ExpertArrays{w, scales, biases, group_size, bits, mode, bias, scale_dtype};
+      }, "w"_a, "scales"_a.none(), "biases"_a.none(), "group_size"_a, "bits"_a, "mode"_a, "bias"_a.none(),
+         "scale_dtype"_a.none());
   m.def("gather_matmul", &mlxserve::gather_matmul, "x"_a, "ids"_a, "matrix"_a);
   m.def("gated_experts", &mlxserve::gated_experts, "x"_a, "ids"_a, "shares"_a.none(), "gate"_a, "up"_a, "down"_a,
         "activation"_a);
@@ -107,11 +109,11 @@ NB_MODULE(_cpu, m) {
       "clear_compile_cache",
       [] { mlx::core::detail::compile_clear_cache(mlx::core::detail::compile_cache()); },
       "Drop what mx.compile keeps for this thread.");
-  m.def("quantized_matmul", &mlxserve::quantized_matmul, "x"_a, "w"_a, "scales"_a, "biases"_a, "group_size"_a,
-        "bits"_a);
+  m.def("quantized_matmul", &mlxserve::quantized_matmul, "x"_a, "w"_a, "scales"_a, "biases"_a.none(), "group_size"_a,
+        "bits"_a, "mode"_a);
   m.def("linear", &mlxserve::linear, "x"_a, "w"_a);
   m.def("embed_rows", &mlxserve::embed_rows, "ids"_a, "w"_a, "scales"_a.none(), "biases"_a.none(), "group_size"_a,
-        "bits"_a);
+        "bits"_a, "mode"_a);
   m.def("greedy_tokens", &mlxserve::greedy_tokens, "logits"_a);
   m.def("sample_tokens", &mlxserve::sample_tokens, "logits"_a, "temperature"_a, "top_k"_a, "top_p"_a, "min_p"_a,
         "keys"_a);

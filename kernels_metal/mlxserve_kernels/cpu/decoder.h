@@ -3,6 +3,7 @@
 
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -17,9 +18,9 @@ namespace mx = mlx::core;
 // y = x @ w^T + bias; holds the arrays that it reads.
 class Matrix {
  public:
-  // scales and biases: affine weights of group_size and bits; without them w is dense.
+  // scales and biases: weights quantized so, as in mx.quantize; without them w is dense.
   Matrix(const mx::array& w, const std::optional<mx::array>& scales, const std::optional<mx::array>& biases,
-         int group_size, int bits, const std::optional<mx::array>& bias);
+         int group_size, int bits, const std::string& mode, const std::optional<mx::array>& bias);
 
   // Affine weights in tiles (ops.pack_tiles).
   Matrix(const mx::array& tiles, int group_size, int bits, mx::Dtype scale_dtype, const std::optional<mx::array>& bias);

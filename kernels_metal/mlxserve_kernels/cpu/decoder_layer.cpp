@@ -65,33 +65,24 @@ void check(const DecoderLayer& l, long hidden) {
 }  // namespace
 
 Matrix::Matrix(const mx::array& weight, const std::optional<mx::array>& scales, const std::optional<mx::array>& biases,
-               int group_size, int bits, const std::optional<mx::array>& bias) {
+               int group_size, int bits, const std::string& mode, const std::optional<mx::array>& bias) {
   const char* op = "Matrix";
   require(weight.ndim() == 2 && weight.size() > 0, op, ": w must be [N, K]");
-  require(scales.has_value() == biases.has_value(), op, ": scales and biases come together");
-  w.n = weight.shape(0);
-  held_.push_back(ready(weight));
-  w.data = held_[0].data<char>();
+  require(scales || !biases, op, ": biases come with scales");
   if (scales) {
-    require(bits == 4 || bits == 8, op, ": bits must be 4 or 8, got ", bits);
-    require(group_size == 32 || group_size == 64 || group_size == 128, op,
-            ": group_size must be 32, 64 or 128, got ", group_size);
-    require(weight.dtype() == mx::uint32, op, ": w must be uint32");
-    w.format = bits == 4 ? Format::affine4 : Format::affine8;
-    w.k = long(weight.shape(1)) * 32 / bits;
-    w.group = group_size;
-    require(w.k % group_size == 0, op, ": K must be a multiple of group_size ", group_size, ", got ", w.k);
-    mx::Shape groups{weight.shape(0), static_cast<mx::ShapeElem>(w.k / group_size)};
-    require(scales->shape() == groups && biases->shape() == groups && scales->dtype() == biases->dtype(), op,
-            ": scales and biases must have one dtype and be [", w.n, ", ", w.k / group_size, "]");
-    w.scale_format = format_of(*scales, op, "scales");
+    w = quantized_shape(op, weight, *scales, biases, group_size, bits, mode);
     held_.push_back(ready(*scales));
-    held_.push_back(ready(*biases));
-    w.scales = held_[1].data<char>(), w.biases = held_[2].data<char>();
+    w.scales = held_.back().data<char>();
+    if (biases) {
+      held_.push_back(ready(*biases));
+      w.biases = held_.back().data<char>();
+    }
   } else {
     w.format = format_of(weight, op, "w");
-    w.k = weight.shape(1);
+    w.n = weight.shape(0), w.k = weight.shape(1);
   }
+  held_.push_back(ready(weight));
+  w.data = held_.back().data<char>();
   take_bias(bias);
 }
 

@@ -6,6 +6,7 @@
 #include "primitive.h"
 #include "team.h"
 #include "tiles_view.h"
+#include "weight.h"
 
 namespace mlxserve {
 namespace {
@@ -15,15 +16,16 @@ constexpr long kPhases = 5;
 
 std::size_t aligned(std::size_t floats) { return (floats + 15) / 16 * 16; }
 
-// Which arrays of a primitive a matrix reads, in this order: w; scales and biases of affine formats; a bias.
+// Which arrays of a primitive a matrix reads, in this order: w; scales of quantized formats and
+// biases of affine ones; a bias.
 struct Layout {
   Weight shape;
   long experts;
-  bool has_bias;
+  bool has_bias, has_biases;
 
   static Layout of(const char* op, const ExpertArrays& m) {
     require(m.w.ndim() == (m.scale_dtype ? 4 : 3) && m.w.size() > 0, op, ": w must be [experts, N, K]");
-    Layout layout{{}, m.w.shape(0), m.bias.has_value()};
+    Layout layout{{}, m.w.shape(0), m.bias.has_value(), m.biases.has_value()};
     Weight& shape = layout.shape;
     if (m.scale_dtype) {
       shape = tiles_view(op, mx::flatten(m.w, 0, 1), m.group_size, m.bits, *m.scale_dtype);
@@ -31,23 +33,12 @@ struct Layout {
       layout.check_bias(op, m);
       return layout;
     }
-    shape.n = m.w.shape(1), shape.k = m.w.shape(2);
-    require(m.scales.has_value() == m.biases.has_value(), op, ": scales and biases come together");
+    require(m.scales || !m.biases, op, ": biases come with scales");
     if (m.scales) {
-      require(m.bits == 4 || m.bits == 8, op, ": bits must be 4 or 8, got ", m.bits);
-      require(m.group_size == 32 || m.group_size == 64 || m.group_size == 128, op,
-              ": group_size must be 32, 64 or 128, got ", m.group_size);
-      require(m.w.dtype() == mx::uint32, op, ": w must be uint32 [experts, N, K * bits / 32]");
-      shape.format = m.bits == 4 ? Format::affine4 : Format::affine8;
-      shape.k = shape.k * 32 / m.bits, shape.group = m.group_size;
-      require(shape.k % shape.group == 0, op, ": K must be a multiple of group_size ", shape.group, ", got ", shape.k);
-      mx::Shape groups{m.w.shape(0), m.w.shape(1), static_cast<mx::ShapeElem>(shape.k / shape.group)};
-      require(m.scales->shape() == groups && m.biases->shape() == groups, op, ": scales and biases must be [",
-              layout.experts, ", ", shape.n, ", ", groups[2], "]");
-      require(m.scales->dtype() == m.biases->dtype(), op, ": scales and biases must have one dtype");
-      shape.scale_format = format_of(*m.scales, op, "scales");
+      shape = quantized_shape(op, m.w, *m.scales, m.biases, m.group_size, m.bits, m.mode);
     } else {
       shape.format = format_of(m.w, op, "w");
+      shape.n = m.w.shape(1), shape.k = m.w.shape(2);
     }
     layout.check_bias(op, m);
     return layout;
@@ -73,7 +64,7 @@ struct Layout {
     m.w.data = take().data<char>();
     if (shape.group && !is_tiled(shape.format)) {
       m.w.scales = take().data<char>();
-      m.w.biases = take().data<char>();
+      if (has_biases) m.w.biases = take().data<char>();
     }
     if (has_bias) m.bias = take().data<float>();
     return m;

@@ -6,9 +6,25 @@
 
 namespace mlxserve {
 
-enum class Format { float32, float16, bfloat16, affine4, affine8, tiles4, tiles8 };
+enum class Format {
+  float32,
+  float16,
+  bfloat16,
+  affine2,
+  affine3,
+  affine4,
+  affine5,
+  affine6,
+  affine8,
+  mxfp4,
+  mxfp8,
+  nvfp4,
+  tiles4,
+  tiles8,
+};
 
-// A matrix of N rows and K columns, row-major; scales and biases of affine formats are [N, K / group].
+// A matrix of N rows and K columns, row-major; scales and biases of quantized formats are [N, K / group]; mxfp4,
+// mxfp8 and nvfp4 have no biases, and scales of 8 bits of their own kinds.
 //
 // The tiled formats are affine values in another order, all in `data`: tiles of kTile rows, in a tile its groups of
 // columns, in a group its kTile scales, its kTile biases and its integers. Those of tiles8 are [group / 4][kTile][4]

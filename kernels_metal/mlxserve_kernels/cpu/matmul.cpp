@@ -1,9 +1,11 @@
 #include <algorithm>
 
 #include "isa.h"
+#include "mlx/ops.h"
 #include "ops.h"
 #include "pool.h"
 #include "primitive.h"
+#include "weight.h"
 
 namespace mlxserve {
 namespace {
@@ -48,26 +50,45 @@ void matmul(const Weight& w, const float* x, float* y, long rows) {
   panels(w, x, y, rows);
 }
 
+mx::array all_rows(std::vector<mx::array> inputs, const Weight& shape);
+
 class Matmul : public CpuPrimitive {
  public:
   Matmul(mx::Stream stream, Weight shape) : CpuPrimitive(stream), shape_(shape) {}
 
   const char* name() const override { return "MlxserveMatmul"; }
 
-  // inputs: x, w and, of affine formats, scales and biases.
+  // inputs: x, w and, of quantized formats, scales and, of affine ones, biases.
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
     auto& encoder = mx::cpu::get_command_encoder(stream());
     allocate(outputs[0]);
     mx::array x = dense(inputs[0], encoder), data = dense(inputs[1], encoder);
     Weight w = shape_;
     w.data = data.data<char>();
-    if (inputs.size() > 2) {
-      mx::array scales = dense(inputs[2], encoder), biases = dense(inputs[3], encoder);
-      w.scales = scales.data<char>(), w.biases = biases.data<char>();
-    }
+    if (inputs.size() > 2) w.scales = dense(inputs[2], encoder).data<char>();
+    if (inputs.size() > 3) w.biases = dense(inputs[3], encoder).data<char>();
     encoder.dispatch([w, from = x.data<float>(), to = outputs[0].data<float>(), rows = long(x.size() / w.k)] {
       matmul(w, from, to, rows);
     });
+  }
+
+  // For x, and for w where it is dense.
+  std::vector<mx::array> vjp(const std::vector<mx::array>& primals, const std::vector<mx::array>& cotangents,
+                             const std::vector<int>& argnums, const std::vector<mx::array>&) override {
+    const mx::array &x = primals[0], &dy = cotangents[0];
+    std::vector<mx::array> gradients;
+    for (int argnum : argnums) {
+      if (argnum == 0) {
+        gradients.push_back(mx::matmul(dy, all_rows(primals, shape_), stream()));
+        continue;
+      }
+      require(shape_.group == 0, "quantized_matmul: there is no gradient of quantized weights");
+      int rows = int(x.size() / shape_.k);
+      mx::array from = mx::reshape(x, {rows, int(shape_.k)}, stream());
+      mx::array back = mx::transpose(mx::reshape(dy, {rows, int(shape_.n)}, stream()), stream());
+      gradients.push_back(mx::astype(mx::matmul(back, from, stream()), primals[1].dtype(), stream()));
+    }
+    return gradients;
   }
 
  private:
@@ -80,17 +101,15 @@ class EmbedRows : public CpuPrimitive {
 
   const char* name() const override { return "MlxserveEmbedRows"; }
 
-  // inputs: ids, w and, of affine formats, scales and biases.
+  // inputs: ids, w and, of quantized formats, scales and, of affine ones, biases.
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
     auto& encoder = mx::cpu::get_command_encoder(stream());
     allocate(outputs[0]);
     mx::array ids = dense(inputs[0], encoder), data = dense(inputs[1], encoder);
     Weight w = shape_;
     w.data = data.data<char>();
-    if (inputs.size() > 2) {
-      mx::array scales = dense(inputs[2], encoder), biases = dense(inputs[3], encoder);
-      w.scales = scales.data<char>(), w.biases = biases.data<char>();
-    }
+    if (inputs.size() > 2) w.scales = dense(inputs[2], encoder).data<char>();
+    if (inputs.size() > 3) w.biases = dense(inputs[3], encoder).data<char>();
     encoder.dispatch([w, at = ids.data<int>(), to = outputs[0].data<float>(), count = long(ids.size())] {
       for (long i = 0; i < count; ++i) {
         require(at[i] >= -w.n && at[i] < w.n, "embed_rows: id ", at[i], " at ", i, ", the table has ", w.n, " rows");
@@ -103,48 +122,42 @@ class EmbedRows : public CpuPrimitive {
   Weight shape_;
 };
 
+// A weight in float32; the first input of a product is replaced by the ids of all rows.
+mx::array all_rows(std::vector<mx::array> inputs, const Weight& shape) {
+  inputs[0] = mx::arange(int(shape.n), cpu_stream());
+  mx::Shape out{int(shape.n), int(shape.k)};
+  return mx::array(std::move(out), mx::float32, std::make_shared<EmbedRows>(cpu_stream(), shape), std::move(inputs));
+}
+
 mx::array lazy_matmul(std::vector<mx::array> inputs, const Weight& shape) {
   mx::Shape out = inputs[0].shape();
   out.back() = static_cast<mx::ShapeElem>(shape.n);
   return mx::array(std::move(out), mx::float32, std::make_shared<Matmul>(cpu_stream(), shape), std::move(inputs));
 }
 
-Weight affine_shape(const char* op, const mx::array& w, const mx::array& scales, const mx::array& biases,
-                    int group_size, int bits) {
-  require(bits == 4 || bits == 8, op, ": bits must be 4 or 8, got ", bits);
-  require(group_size == 32 || group_size == 64 || group_size == 128, op, ": group_size must be 32, 64 or 128, got ",
-          group_size);
-  require(w.dtype() == mx::uint32 && w.ndim() == 2, op, ": w must be uint32 [N, K * bits / 32]");
-  long n = w.shape(0), k = long(w.shape(1)) * 32 / bits;
-  require(k > 0 && k % group_size == 0, op, ": K must be a multiple of group_size ", group_size, ", got ", k);
-  mx::Shape groups{w.shape(0), static_cast<mx::ShapeElem>(k / group_size)};
-  require(scales.shape() == groups && biases.shape() == groups, op, ": scales and biases must be [", n, ", ",
-          k / group_size, "]");
-  Format scale_format = format_of(scales, op, "scales");
-  require(biases.dtype() == scales.dtype(), op, ": scales and biases must have one dtype");
-  return {bits == 4 ? Format::affine4 : Format::affine8, n, k, nullptr, group_size, scale_format, nullptr, nullptr};
-}
-
 }  // namespace
 
-mx::array quantized_matmul(const mx::array& x, const mx::array& w, const mx::array& scales, const mx::array& biases,
-                           int group_size, int bits) {
+mx::array quantized_matmul(const mx::array& x, const mx::array& w, const mx::array& scales,
+                           const std::optional<mx::array>& biases, int group_size, int bits, const std::string& mode) {
   const char* op = "quantized_matmul";
-  Weight shape = affine_shape(op, w, scales, biases, group_size, bits);
+  Weight shape = quantized_shape(op, w, scales, biases, group_size, bits, mode);
   require(x.dtype() == mx::float32 && x.ndim() >= 1, op, ": x must be float32 [..., K]");
   require(x.shape(-1) == shape.k, op, ": x has ", x.shape(-1), " columns, w has ", shape.k);
-  return lazy_matmul({x, w, scales, biases}, shape);
+  std::vector<mx::array> inputs{x, w, scales};
+  if (biases) inputs.push_back(*biases);
+  return lazy_matmul(std::move(inputs), shape);
 }
 
 mx::array embed_rows(const mx::array& ids, const mx::array& w, const std::optional<mx::array>& scales,
-                     const std::optional<mx::array>& biases, int group_size, int bits) {
+                     const std::optional<mx::array>& biases, int group_size, int bits, const std::string& mode) {
   const char* op = "embed_rows";
   require(ids.dtype() == mx::int32, op, ": ids must be int32");
   std::vector<mx::array> inputs{ids, w};
   Weight shape{};
-  if (scales && biases) {
-    shape = affine_shape(op, w, *scales, *biases, group_size, bits);
-    inputs.insert(inputs.end(), {*scales, *biases});
+  if (scales) {
+    shape = quantized_shape(op, w, *scales, biases, group_size, bits, mode);
+    inputs.push_back(*scales);
+    if (biases) inputs.push_back(*biases);
   } else {
     require(w.ndim() == 2 && w.shape(1) > 0, op, ": w must be [N, K]");
     shape = {format_of(w, op, "w"), w.shape(0), w.shape(1), nullptr, 0, Format::float32, nullptr, nullptr};

@@ -124,6 +124,8 @@ struct ReadAffine8 {
   }
 };
 
+#include "formats.h"
+
 template <Format F>
 struct ReadDense {
   const char* row;
@@ -295,6 +297,13 @@ template <class Body>
 INLINE void with_reader(const Weight& w, Body&& body) {
   if (w.format == Format::affine4) return with_reader<ReadAffine4>(w.scale_format, body);
   if (w.format == Format::affine8) return with_reader<ReadAffine8>(w.scale_format, body);
+  if (w.format == Format::affine2) return with_reader<ReadAffine2>(w.scale_format, body);
+  if (w.format == Format::affine3) return with_reader<ReadAffine3>(w.scale_format, body);
+  if (w.format == Format::affine5) return with_reader<ReadAffine5>(w.scale_format, body);
+  if (w.format == Format::affine6) return with_reader<ReadAffine6>(w.scale_format, body);
+  if (w.format == Format::mxfp4) return body.template operator()<ReadFloat<Format::mxfp4>>();
+  if (w.format == Format::mxfp8) return body.template operator()<ReadFloat<Format::mxfp8>>();
+  if (w.format == Format::nvfp4) return body.template operator()<ReadFloat<Format::nvfp4>>();
   with_reader<ReadDense>(w.format, body);
 }
 

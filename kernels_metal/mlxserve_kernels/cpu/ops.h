@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -15,11 +16,11 @@ namespace mlxserve {
 
 namespace mx = mlx::core;
 
-mx::array quantized_matmul(const mx::array& x, const mx::array& w, const mx::array& scales, const mx::array& biases,
-                           int group_size, int bits);
+mx::array quantized_matmul(const mx::array& x, const mx::array& w, const mx::array& scales,
+                           const std::optional<mx::array>& biases, int group_size, int bits, const std::string& mode);
 mx::array linear(const mx::array& x, const mx::array& w);
 mx::array embed_rows(const mx::array& ids, const mx::array& w, const std::optional<mx::array>& scales,
-                     const std::optional<mx::array>& biases, int group_size, int bits);
+                     const std::optional<mx::array>& biases, int group_size, int bits, const std::string& mode);
 mx::array greedy_tokens(const mx::array& logits);
 mx::array sample_tokens(const mx::array& logits, const std::vector<double>& temperature, const std::vector<int64_t>& top_k,
                         const std::vector<double>& top_p, const std::vector<double>& min_p,
@@ -51,6 +52,7 @@ struct ExpertArrays {
   mx::array w;
   std::optional<mx::array> scales, biases;
   int group_size, bits;
+  std::string mode;
   std::optional<mx::array> bias;
   std::optional<mx::Dtype> scale_dtype;  // w is tiles, [experts, N / 16, groups, bytes]
 };

@@ -32,7 +32,7 @@ inline Format format_of(mx::Dtype dtype, const char* op, const char* name) {
 }
 inline Format format_of(const mx::array& a, const char* op, const char* name) { return format_of(a.dtype(), op, name); }
 
-// A primitive that runs on the CPU and whose results carry no gradient.
+// A primitive that runs on the CPU.
 class CpuPrimitive : public mx::Primitive {
  public:
   using mx::Primitive::Primitive;

@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "isa.h"
+#include "mlx/ops.h"
 #include "ops.h"
 #include "pool.h"
 #include "primitive.h"
@@ -38,6 +39,28 @@ class RmsNorm : public CpuPrimitive {
     });
   }
 
+  // With r = 1 / sqrt(mean(x ** 2) + eps) and g = dy * weight: dx = r g - x r ** 3 mean(g x).
+  std::vector<mx::array> vjp(const std::vector<mx::array>& primals, const std::vector<mx::array>& cotangents,
+                             const std::vector<int>& argnums, const std::vector<mx::array>&) override {
+    const mx::array &x = primals[0], &dy = cotangents[0];
+    mx::Stream s = stream();
+    mx::array r = mx::rsqrt(mx::add(mx::mean(mx::square(x, s), -1, true, s), mx::array(eps_), s), s);
+    mx::array normed = mx::multiply(x, r, s);
+    std::vector<mx::array> gradients;
+    for (int argnum : argnums) {
+      if (argnum == 0) {
+        mx::array g = primals.size() > 1 ? mx::multiply(dy, mx::astype(primals[1], mx::float32, s), s) : dy;
+        mx::array along = mx::mean(mx::multiply(g, normed, s), -1, true, s);
+        gradients.push_back(mx::multiply(r, mx::subtract(g, mx::multiply(normed, along, s), s), s));
+        continue;
+      }
+      mx::Shape rows{int(x.size() / x.shape(-1)), x.shape(-1)};
+      mx::array sums = mx::sum(mx::reshape(mx::multiply(dy, normed, s), rows, s), 0, false, s);
+      gradients.push_back(mx::astype(sums, primals[1].dtype(), s));
+    }
+    return gradients;
+  }
+
  private:
   float eps_;
 };
@@ -59,6 +82,24 @@ class SiluMul : public CpuPrimitive {
         kernels().silu_mul(g, u, to, begin, std::min(begin + kTaskElements, size));
       });
     });
+  }
+
+  // d silu(g) = sigmoid(g) (1 + g (1 - sigmoid(g)))
+  std::vector<mx::array> vjp(const std::vector<mx::array>& primals, const std::vector<mx::array>& cotangents,
+                             const std::vector<int>& argnums, const std::vector<mx::array>&) override {
+    const mx::array &gate = primals[0], &up = primals[1], &dy = cotangents[0];
+    mx::Stream s = stream();
+    mx::array one(1.0f), sigmoid = mx::sigmoid(gate, s);
+    std::vector<mx::array> gradients;
+    for (int argnum : argnums) {
+      if (argnum == 1) {
+        gradients.push_back(mx::multiply(dy, mx::multiply(gate, sigmoid, s), s));
+        continue;
+      }
+      mx::array inner = mx::add(one, mx::multiply(gate, mx::subtract(one, sigmoid, s), s), s);
+      gradients.push_back(mx::multiply(mx::multiply(dy, up, s), mx::multiply(sigmoid, inner, s), s));
+    }
+    return gradients;
   }
 };
 
@@ -105,7 +146,8 @@ mx::array dense(const mx::array& a, mx::cpu::CommandEncoder& encoder) {
   mx::array out(a.shape(), a.dtype(), nullptr, {});
   allocate(out);
   if (a.itemsize() == 4) dispatch_gather<uint32_t>(a, out, encoder);
-  else dispatch_gather<uint16_t>(a, out, encoder);
+  else if (a.itemsize() == 2) dispatch_gather<uint16_t>(a, out, encoder);
+  else dispatch_gather<uint8_t>(a, out, encoder);
   encoder.add_temporary(out);
   return out;
 }

@@ -1,32 +1,22 @@
-// Parts of a weight, on the same memory.
+// What the formats of weights need: the checks of their parts, their sizes in memory, and parts of a weight.
 #pragma once
 
+#include <optional>
+#include <string>
+
 #include "kernels.h"
+#include "mlx/array.h"
 
 namespace mlxserve {
 
-inline long float_bytes(Format f) { return f == Format::float32 ? 4 : 2; }
+// A quantized weight, w [..., N, K * bits / 32], without its pointers; what stands before N is not in its shape.
+// Throws where its parts do not fit the mode or each other.
+Weight quantized_shape(const char* op, const mlx::core::array& w, const mlx::core::array& scales,
+                       const std::optional<mlx::core::array>& biases, int group_size, int bits,
+                       const std::string& mode);
 
-inline long row_bytes(const Weight& w) {
-  if (w.format == Format::affine4) return w.k / 2;
-  if (w.format == Format::affine8) return w.k;
-  return w.k * float_bytes(w.format);
-}
-
-// `count` rows from `begin` on. Experts follow each other: expert e is rows e * n to (e + 1) * n - 1.
-// Of tiled weights both are whole tiles.
-inline Weight rows_of(Weight w, long begin, long count) {
-  w.n = count;
-  if (is_tiled(w.format)) {
-    w.data = static_cast<const char*>(w.data) + begin / kTile * (w.k / w.group) * tile_group_bytes(w);
-    return w;
-  }
-  w.data = static_cast<const char*>(w.data) + begin * row_bytes(w);
-  if (!w.group) return w;
-  long offset = begin * (w.k / w.group) * float_bytes(w.scale_format);
-  w.scales = static_cast<const char*>(w.scales) + offset;
-  w.biases = static_cast<const char*>(w.biases) + offset;
-  return w;
-}
+// `count` rows from `begin` on, on the same memory. Experts follow each other: expert e is rows e * n to
+// (e + 1) * n - 1. Of tiled weights both are whole tiles.
+Weight rows_of(Weight w, long begin, long count);
 
 }  // namespace mlxserve
