@@ -6,7 +6,8 @@
 //
 // "Rows" here are pairs of a query row and one of the heads that share the kv head: row r is query r / G,
 // head r % G. They are computed in tiles of up to AR. Pages hold keys as [dim][page], values as [page][dim], so
-// that both are read in place where they are float32 in pages of whole vectors; else a block is widened once.
+// that both are read in place where they are float32 in pages of whole vectors; else a block is widened once, for all
+// rows of the item (quantized pools: widen_pages.h).
 
 constexpr long KB = 64;
 constexpr int AR = 6, AV = W == 16 ? 4 : 2;
@@ -90,8 +91,32 @@ INLINE const char* key_at(const Attention& a, const AttentionItem& item, long po
   return (const char*)a.keys + (row * a.page + position % a.page) * item_size(a.format);
 }
 
+struct QuantizedHeads {
+  const uint8_t *keys, *values;
+  long at;  // row of the position in its page
+};
+
+// The quantized page of a position, as far as it is the item's head.
+INLINE QuantizedHeads heads_at(const Attention& a, const AttentionItem& item, long position) {
+  long page = a.block_tables[item.sequence * a.max_pages + position / a.page];
+  long head = (page * a.kv_heads + item.kv_head) * a.page;
+  return {(const uint8_t*)a.keys + head * kv_row_bytes(a.format, a.dim),
+          (const uint8_t*)a.values + head * kv_row_bytes(a.format, a.value_dim), position % a.page};
+}
+
+INLINE void prefetch_quantized(const Attention& a, const AttentionItem& item, long position, long end) {
+  while (position < end) {
+    QuantizedHeads heads = heads_at(a, item, position);
+    long count = least(a.page - heads.at, KB);
+    prefetch_head(a.format, heads.keys, a.page, a.dim, heads.at, count, true);
+    prefetch_head(a.format, heads.values, a.page, a.value_dim, heads.at, count, false);
+    position += count;
+  }
+}
+
 // Asks for the next block of keys and values: in decode each is read once, and pages lie anywhere.
 INLINE void prefetch(const Attention& a, const AttentionItem& item, long position, long end) {
+  if (is_quantized(a.format)) return prefetch_quantized(a, item, position, end);
   const long size = item_size(a.format);
   if (a.page % KB == 0 || KB % a.page == 0)
     for (long p = position; p < end; p += 64 / size)
@@ -121,6 +146,10 @@ static void find_keys(const Attention& a, const AttentionItem& item, Block& bloc
     float* to = buffer + v * W;
     if (is_direct) {
       block.key[v] = (const float*)key_at(a, item, block.begin + v * W);
+    } else if (is_quantized(a.format)) {
+      QuantizedHeads heads = heads_at(a, item, block.begin + v * W);
+      widen_keys(a.format, heads.keys, a.page, a.dim, heads.at, to, KB);
+      block.key[v] = to;
     } else if (is_whole) {
       const char* from = key_at(a, item, block.begin + v * W);
       for (long d = 0; d < a.dim; ++d) store(to + d * KB, load_widened(from + d * a.page * size, a.format));
@@ -143,12 +172,16 @@ static void find_keys(const Attention& a, const AttentionItem& item, Block& bloc
 static void find_values(const Attention& a, const AttentionItem& item, Block& block, float* buffer) {
   const long width = AttentionShape(a, 1).width();
   for (long j = block.from; j < block.to; ++j) {
-    const char* value = value_at(a, item, block.begin + j);
     if (a.format == Format::float32 && a.value_dim == width) {
-      block.value[j] = (const float*)value;
+      block.value[j] = (const float*)value_at(a, item, block.begin + j);
     } else {
       float* to = buffer + j * width;
-      widen(value, a.format, a.value_dim, to);
+      if (is_quantized(a.format)) {
+        QuantizedHeads heads = heads_at(a, item, block.begin + j);
+        widen_value(a.format, heads.values, a.page, a.value_dim, heads.at, to);
+      } else {
+        widen(value_at(a, item, block.begin + j), a.format, a.value_dim, to);
+      }
       for (long i = a.value_dim; i < width; ++i) to[i] = 0;
       block.value[j] = to;
     }

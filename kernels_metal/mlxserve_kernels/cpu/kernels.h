@@ -6,7 +6,7 @@
 
 namespace mlxserve {
 
-enum class Format { float32, float16, bfloat16, affine4, affine8, tiles4, tiles8 };
+enum class Format { float32, float16, bfloat16, affine4, affine8, tiles4, tiles8, kv8, kv4 };
 
 // A matrix of N rows and K columns, row-major; scales and biases of affine formats are [N, K / group].
 //
