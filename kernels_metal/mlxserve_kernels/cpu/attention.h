@@ -38,13 +38,23 @@ struct State {
   }
 };
 
+// Integers and scales of a quantized value, or of one dimension of W quantized keys.
+struct PackedRow {
+  const uint8_t* integers;
+  const float* scales;
+};
+
 struct Block {
   long begin;     // position of its first key
   long from, to;  // keys of it that some row sees
   const float* key[KB / W];  // vector v of dimension d is at key[v] + d * key_stride
   long key_stride;
   const float* value[KB];    // rows of at least width() floats
+  bool is_packed;            // instead of the above:
+  PackedRow packed_key[KB / W], packed_value[KB];
 };
+
+#include "packed_block.h"
 
 static std::size_t attention_scratch_floats(const Attention& a, long query_rows) {
   AttentionShape s(a, query_rows);
@@ -114,6 +124,27 @@ INLINE void prefetch_quantized(const Attention& a, const AttentionItem& item, lo
   }
 }
 
+// Points a packed block to its keys and values; vectors outside as in find_keys.
+static void find_packed(const Attention& a, const AttentionItem& item, Block& block) {
+  const long key_bytes = a.page * kv_row_integers(a.format, a.dim);
+  const long row = kv_row_integers(a.format, a.value_dim), groups = a.value_dim / kKvGroup;
+  PackedRow inside{};
+  for (long v = 0; v < KB / W; ++v) {
+    block.packed_key[v] = {};
+    if ((v + 1) * W <= block.from || v * W >= block.to) continue;
+    QuantizedHeads heads = heads_at(a, item, block.begin + v * W);
+    inside = block.packed_key[v] = {heads.keys + heads.at, (const float*)(heads.keys + key_bytes) + heads.at};
+  }
+  for (PackedRow& key : block.packed_key)
+    if (!key.integers) key = inside;
+  for (long j = block.from; j < block.to;) {
+    QuantizedHeads heads = heads_at(a, item, block.begin + j);
+    const float* scales = (const float*)(heads.values + a.page * row);
+    for (long at = heads.at; at < a.page && j < block.to; ++at, ++j)
+      block.packed_value[j] = {heads.values + at * row, scales + at * groups};
+  }
+}
+
 // Asks for the next block of keys and values: in decode each is read once, and pages lie anywhere.
 INLINE void prefetch(const Attention& a, const AttentionItem& item, long position, long end) {
   if (is_quantized(a.format)) return prefetch_quantized(a, item, position, end);
@@ -170,21 +201,26 @@ static void find_keys(const Attention& a, const AttentionItem& item, Block& bloc
 }
 
 static void find_values(const Attention& a, const AttentionItem& item, Block& block, float* buffer) {
-  const long width = AttentionShape(a, 1).width();
-  for (long j = block.from; j < block.to; ++j) {
-    if (a.format == Format::float32 && a.value_dim == width) {
-      block.value[j] = (const float*)value_at(a, item, block.begin + j);
+  const long width = AttentionShape(a, 1).width(), stride = a.value_dim * item_size(a.format);
+  const bool is_direct = a.format == Format::float32 && a.value_dim == width;
+  for (long j = block.from; j < block.to;) {
+    // As many rows as lie on the page: to find a page takes divisions.
+    long position = block.begin + j, row = position % a.page, end = least(block.to, j + a.page - row);
+    if (is_quantized(a.format)) {
+      const uint8_t* head = heads_at(a, item, position).values;
+      for (; j < end; ++j, ++row) widen_value(a.format, head, a.page, a.value_dim, row, buffer + j * width);
     } else {
-      float* to = buffer + j * width;
-      if (is_quantized(a.format)) {
-        QuantizedHeads heads = heads_at(a, item, block.begin + j);
-        widen_value(a.format, heads.values, a.page, a.value_dim, heads.at, to);
-      } else {
-        widen(value_at(a, item, block.begin + j), a.format, a.value_dim, to);
+      for (const char* value = value_at(a, item, position); j < end; ++j, value += stride) {
+        if (is_direct) block.value[j] = (const float*)value;
+        else widen(value, a.format, a.value_dim, buffer + j * width);
       }
-      for (long i = a.value_dim; i < width; ++i) to[i] = 0;
-      block.value[j] = to;
     }
+  }
+  if (is_direct) return;
+  for (long j = block.from; j < block.to; ++j) {
+    float* to = buffer + j * width;
+    for (long i = a.value_dim; i < width; ++i) to[i] = 0;
+    block.value[j] = to;
   }
 }
 
@@ -277,20 +313,33 @@ static void attend_tile(const Attention& a, const AttentionItem& item, const Blo
     same &= from[r] == from[0] && to[r] == to[0];
   }
   if (!any) return;
-  scores_of<R>(q + first * a.dim, block, a.dim, scores);
+  const bool is_8 = a.format == Format::kv8;
+  if (!block.is_packed) scores_of<R>(q + first * a.dim, block, a.dim, scores);
+  else if (is_8) packed_scores<Format::kv8, R>(q + first * a.dim, block, a.page, a.dim, scores);
+  else packed_scores<Format::kv4, R>(q + first * a.dim, block, a.page, a.dim, scores);
   float factors[R];
   for (int r = 0; r < R; ++r)
     factors[r] = from[r] < to[r] ? weigh(scores + r * KB, from[r], to[r], a.softcap, state.largest[first + r],
                                          state.total[first + r])
                                  : 1.0f;
   float* values = state.values + first * state.width;
-  if (same) {
+  if (same && !block.is_packed) {
     add_values<R>(block, scores, from[0], to[0], factors, values, state.width);
     return;
   }
+  if (same) {
+    (is_8 ? add_packed_values<Format::kv8, R> : add_packed_values<Format::kv4, R>)(
+        block, a.page, scores, from[0], to[0], factors, values, state.width);
+    return;
+  }
   for (int r = 0; r < R; ++r)
-    if (from[r] < to[r])
-      add_values<1>(block, scores + r * KB, from[r], to[r], factors + r, values + r * state.width, state.width);
+    if (from[r] < to[r]) {
+      if (!block.is_packed)
+        add_values<1>(block, scores + r * KB, from[r], to[r], factors + r, values + r * state.width, state.width);
+      else
+        (is_8 ? add_packed_values<Format::kv8, 1> : add_packed_values<Format::kv4, 1>)(
+            block, a.page, scores + r * KB, from[r], to[r], factors + r, values + r * state.width, state.width);
+    }
 }
 
 // Queries, scaled, as [tile][dim][rows of the tile].
@@ -322,14 +371,20 @@ static void run_split(const Attention& a, const AttentionItem& item, long split,
   state.clear();
   Range all = {seen(a, item, 0).begin, seen(a, item, item.num_rows - 1).end};
   long begin = most(split * kSplit, all.begin / KB * KB), end = least((split + 1) * kSplit, all.end);
+  const bool is_packed = is_quantized(a.format) && state.rows <= AR && state.width == a.value_dim;
   for (long position = begin; position < end; position += KB) {
     Block block;
     block.begin = position;
     block.from = most(0, all.begin - position);
     block.to = least(KB, all.end - position);
     if (state.rows <= 2 * AR) prefetch(a, item, position + KB, least(position + 2 * KB, all.end));
-    find_keys(a, item, block, scratch.keys);
-    find_values(a, item, block, scratch.value_rows);
+    block.is_packed = is_packed;
+    if (is_packed) {
+      find_packed(a, item, block);
+    } else {
+      find_keys(a, item, block, scratch.keys);
+      find_values(a, item, block, scratch.value_rows);
+    }
     for (long first = 0; first < state.rows; first += AR) {
       switch (state.rows - first) {
         case 1: attend_tile<1>(a, item, block, first, scratch.packed, state, scratch.scores); break;
