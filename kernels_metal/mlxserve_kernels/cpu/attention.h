@@ -44,6 +44,22 @@ struct PackedRow {
   const float* scales;
 };
 
+// What the next block is made of, to be asked for line by line between the arithmetic of this one: asked for at
+// once it keeps all buffers for missing lines busy, and the loads of this block wait behind it.
+struct Ahead {
+  const char* from[KB / kKvPageUnit + 1];
+  long bytes[KB / kKvPageUnit + 1];
+  int count = 0, now = 0;
+
+  void add(const void* start, long size) { from[count] = (const char*)start, bytes[count++] = size; }
+  INLINE_MEMBER void ask() {
+    if (now == count) return;
+    __builtin_prefetch(from[now], 0, 3);
+    from[now] += 64, bytes[now] -= 64;
+    if (bytes[now] <= 0) ++now;
+  }
+};
+
 struct Block {
   long begin;     // position of its first key
   long from, to;  // keys of it that some row sees
@@ -52,6 +68,7 @@ struct Block {
   const float* value[KB];    // rows of at least width() floats
   bool is_packed;            // instead of the above:
   PackedRow packed_key[KB / W], packed_value[KB];
+  Ahead ahead_keys, ahead_values;
 };
 
 #include "packed_block.h"
@@ -121,6 +138,16 @@ INLINE void prefetch_quantized(const Attention& a, const AttentionItem& item, lo
     prefetch_head(a.format, heads.keys, a.page, a.dim, heads.at, count, true);
     prefetch_head(a.format, heads.values, a.page, a.value_dim, heads.at, count, false);
     position += count;
+  }
+}
+
+// As far as pages are read as a whole; the rest of long pages is asked for at once.
+static void look_ahead(const Attention& a, const AttentionItem& item, Block& block, long position, long end) {
+  if (a.page > KB) return prefetch_quantized(a, item, position, end);
+  for (; position < end; position += a.page) {
+    QuantizedHeads heads = heads_at(a, item, position);
+    block.ahead_keys.add(heads.keys, a.page * kv_row_bytes(a.format, a.dim));
+    block.ahead_values.add(heads.values, a.page * kv_row_bytes(a.format, a.value_dim));
   }
 }
 
@@ -377,8 +404,10 @@ static void run_split(const Attention& a, const AttentionItem& item, long split,
     block.begin = position;
     block.from = most(0, all.begin - position);
     block.to = least(KB, all.end - position);
-    if (state.rows <= 2 * AR) prefetch(a, item, position + KB, least(position + 2 * KB, all.end));
     block.is_packed = is_packed;
+    const long next_end = least(position + 2 * KB, all.end);
+    if (is_packed) look_ahead(a, item, block, position + KB, next_end);
+    else if (state.rows <= 2 * AR) prefetch(a, item, position + KB, next_end);
     if (is_packed) {
       find_packed(a, item, block);
     } else {

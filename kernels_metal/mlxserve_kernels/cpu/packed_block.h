@@ -12,6 +12,7 @@ static void packed_scores(const float* q, const Block& block, long page, long di
   constexpr int halves = F == Format::kv8 ? 1 : 2;
   constexpr long integers = kKvGroup / halves;
   const long groups = dim / kKvGroup;
+  Ahead ahead = block.ahead_keys;
   for (long j = 0; j < KB; j += AV * W) {
     const PackedRow* key = block.packed_key + j / W;
     vf acc[R][AV];
@@ -23,6 +24,7 @@ static void packed_scores(const float* q, const Block& block, long page, long di
       for (int v = 0; v < AV; ++v) scale[v] = load(key[v].scales + g * page);
       for (int half = 0; half < halves; ++half)
         for (long i = g * integers; i < (g + 1) * integers; ++i, x += R) {
+          ahead.ask();
           vf k[AV];
           for (int v = 0; v < AV; ++v)
             k[v] = packed_vector<F>(key[v].integers + i * page, half, scale[v], key[v].scales + (groups + g) * page);
@@ -43,12 +45,14 @@ static void packed_scores(const float* q, const Block& block, long page, long di
 template <Format F, int R>
 static void add_packed_values(const Block& block, long page, const float* weights, long from, long to,
                               const float* factors, float* values, long width) {
+  Ahead ahead = block.ahead_values;
   for (long i = 0; i < width; i += AV * W) {
     vf acc[R][AV];
     for (int r = 0; r < R; ++r)
       for (int v = 0; v < AV; ++v) acc[r][v] = load(values + r * width + i + v * W) * factors[r];
     for (long j = from; j < to; ++j) {
       const PackedRow& row = block.packed_value[j];
+      ahead.ask();
       vf x[AV];
       for (int v = 0; v < AV; ++v) {
         const long at = i + v * W, group = at / kKvGroup;
