@@ -37,9 +37,8 @@ class EngineConfig:
     max_step_tokens  tokens of prefill and decode together in one forward
     memory_limit     bytes for weights and KV together; None: derived from the machine
     kv_pages         a fixed number of KV pages instead of a memory limit (tests)
-    kv_bits          8 or 4: keys and values become integers of so many bits in groups of 32, about a quarter
-                     or a fifth of float32's memory; page_size must be a multiple of 16. None: as the model has
-                     them
+    kv_bits          8 or 4: keys and values become integers of so many bits in groups of 32 (9 or 6 bits
+                     a value with their scales); page_size must be a multiple of 16. None: as the model has them
 
     Raises UsageError, naming the field, for a value that no engine can run with.
     """

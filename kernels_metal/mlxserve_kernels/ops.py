@@ -2,8 +2,9 @@
 arguments are of a kind that it has; all else runs the twin in ``reference``, that is mlx's own ops.
 
 The extension has: float32 activations; affine 4- and 8-bit weights with groups of 32, 64 or 128; dense
-weights and KV pools of float32, float16 or bfloat16, and quantized KV pools. There the result of a row does not depend on the other
-rows of the call, on its place among them, on page placement or on the number of threads: its bits are equal.
+weights and KV pools of float32, float16 or bfloat16, and quantized KV pools. There the result of a row does
+not depend on the other rows of the call, on its place among them, on page placement or on the number of
+threads: its bits are equal.
 
 All functions are lazy as mlx ops are. The extension raises ValueError at the call for wrong shapes and
 dtypes, and RuntimeError when the result is evaluated for wrong *values* of index arrays, such as a slot
@@ -409,8 +410,8 @@ def paged_attention(
 
     A score is ``(q * scale) . k``, with ``softcap`` then ``softcap * tanh(score / softcap)``; ``sinks`` [H]
     adds one logit a head to the softmax's denominator. Softmax in float32, online over blocks of keys at
-    fixed positions. Quantized pools (``kv_bits``, see ``write_pages``) are read as the float32 values that they
-    hold, with the same bits as pools of these.
+    fixed positions. Quantized pools (``kv_bits``, see ``write_pages``) are read as the float32 values that
+    they hold, with the same bits as pools of these.
 
     >>> keys, values = mx.ones((1, 1, 8, 4)), mx.ones((1, 1, 4, 8))
     >>> def index(*ids): return mx.array(ids, dtype=mx.int32)

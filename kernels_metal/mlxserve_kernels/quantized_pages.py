@@ -1,15 +1,17 @@
 """Quantized KV pools: sizes, and rows of keys and values to bytes and back in plain mlx ops.
 
-A pool is one uint8 array [P, H, bytes]. The bytes of a page and head are the integers of its rows, then float32
-scales, then, with 4 bits, float32 biases: one of each for ``GROUP_SIZE`` values of a row. Values are stored
-row by row; keys transposed, integer (or scale) i of all rows of the page side by side. A value x of a group:
+A pool is one uint8 array [P, H, bytes]. The bytes of a page and head are the integers of its rows, then
+float32 scales, then, with 4 bits, float32 biases: one of each for ``GROUP_SIZE`` values of a row. Values are
+stored row by row; keys transposed, integer (or scale) i of all rows of the page side by side. A value x of a
+group:
 
-8 bits  ``scale = max(|x|) / 127``, ``q = round(x / scale)`` from -127 to 127, one signed byte; it is ``q * scale``
-4 bits  ``bias = min(x)``, ``scale = (max(x) - bias) / 15``, ``q = round((x - bias) / scale)`` from 0 to 15; it
-        is ``q * scale + bias``. Byte i of a group holds value i low, value i + 16 high
+8 bits  ``scale = max(|x|) / 127``, ``q = round(x / scale)`` from -127 to 127, one signed byte. It is read as
+        ``q * scale``
+4 bits  ``bias = min(x)``, ``scale = (max(x) - bias) / 15``, ``q = round((x - bias) / scale)`` from 0 to 15.
+        It is read as ``q * scale + bias``. Byte i of a group holds value i low, value i + 16 high
 
-All steps are float32, rounded to nearest, ties to even; a scale of 0 gives q = 0. A group that holds a NaN or an
-infinity, or whose ``max - min`` overflows at 4 bits, has NaN as scale and bias: all of it is NaN.
+All steps are float32, rounded to nearest, ties to even; where the scale is 0 it divides by 1. A group that
+holds a NaN or an infinity, or whose ``max - min`` overflows at 4 bits, has NaN as scale and bias: all of it is NaN.
 """
 
 from __future__ import annotations
@@ -73,9 +75,7 @@ def pack_rows(x: mx.array, kv_bits: int) -> mx.array:
 def unpack_rows(rows: mx.array, dim: int, kv_bits: int) -> mx.array:
     """The float32 values [..., D] that ``pack_rows`` stored."""
     groups = dim // GROUP_SIZE
-    integers, scales, biases = mx.split(
-        rows, [dim * kv_bits // 8, dim * kv_bits // 8 + groups * 4], axis=-1
-    )
+    integers, scales, biases = mx.split(rows, [dim * kv_bits // 8, dim * kv_bits // 8 + groups * 4], axis=-1)
     shape = (*rows.shape[:-1], groups, -1)
     scale = mx.contiguous(scales).view(mx.float32)[..., None]
     if kv_bits == 8:
@@ -108,7 +108,8 @@ def write_rows(
     dim = x.shape[-1]
     if pool.shape[2] != (size := head_bytes(dim, page_size, kv_bits)):
         raise ValueError(
-            f"a pool has {pool.shape[2]} bytes a head, {page_size} rows of D {dim} in {kv_bits} bits are {size}"
+            f"a pool has {pool.shape[2]} bytes a head, "
+            f"{page_size} rows of D {dim} in {kv_bits} bits are {size}"
         )
     pages = slots // page_size
     places = byte_places(slots % page_size, dim, page_size, kv_bits, is_keys=is_keys)

@@ -94,7 +94,10 @@ def random_rows(*shape: int, seed: int = 5, spread: int = 20) -> np.ndarray:
 @pytest.mark.parametrize("bits", BITS)
 def test_pages_hold_the_definition(bits: int, page: int, implementation: Any) -> None:
     pages, heads, dims = 5, 3, (64, 32)
-    keys, values = random_rows(pages * page, heads, dims[0]), random_rows(pages * page, heads, dims[1], seed=6)
+    keys, values = (
+        random_rows(pages * page, heads, dims[0]),
+        random_rows(pages * page, heads, dims[1], seed=6),
+    )
     slots = np.random.default_rng(1).permutation(pages * page)
     pools = empty_pools(pages, heads, page, dims, bits)
     for part in np.array_split(slots, 3):
@@ -139,7 +142,11 @@ def test_extreme_groups(bits: int) -> None:
     rows[9] = -3.25
     for implementation in (ops, reference):
         pools = implementation.write_pages(
-            *empty_pools(1, 1, 16, (32, 32), bits), mx.array(rows), mx.array(rows), ids(range(10)), kv_bits=bits
+            *empty_pools(1, 1, 16, (32, 32), bits),
+            mx.array(rows),
+            mx.array(rows),
+            ids(range(10)),
+            kv_bits=bits,
         )
         got = np.array(quantized_pages.read_pages(pools[0], 32, bits, is_keys=True))[0, 0, :10]
         np.testing.assert_array_equal(got, dequantized(rows, bits)[:, 0])

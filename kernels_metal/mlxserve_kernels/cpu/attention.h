@@ -141,7 +141,7 @@ INLINE void prefetch_quantized(const Attention& a, const AttentionItem& item, lo
   }
 }
 
-// As far as pages are read as a whole; the rest of long pages is asked for at once.
+// Whole pages line by line. Of pages longer than a block the part that it needs, at once.
 static void look_ahead(const Attention& a, const AttentionItem& item, Block& block, long position, long end) {
   if (a.page > KB) return prefetch_quantized(a, item, position, end);
   for (; position < end; position += a.page) {
