@@ -38,7 +38,7 @@ class EngineConfig:
     memory_limit     bytes for weights and KV together; None: derived from the machine
     kv_pages         a fixed number of KV pages instead of a memory limit (tests)
     kv_bits          8 or 4: keys and values become integers of so many bits in groups of 32 (9 or 6 bits
-                     a value with their scales); page_size must be a multiple of 16. None: as the model has them
+                     a value with their scales); page_size must be a multiple of 16. None: the model's dtype
 
     Raises UsageError, naming the field, for a value that no engine can run with.
     """
