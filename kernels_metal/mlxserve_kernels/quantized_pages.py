@@ -11,8 +11,8 @@ group:
         It is read as ``q * scale + bias``. Byte i of a group holds value i low, value i + 16 high
 
 All steps are float32, rounded to nearest, ties to even; where the scale is 0 it divides by 1. A group that
-holds a NaN or an infinity, or whose ``max - min`` overflows at 4 bits, has NaN as scale and bias: all of it is
-NaN.
+holds a NaN or an infinity, or whose ``max - min`` overflows at 4 bits, has NaN as scale and bias: all of it
+is NaN.
 """
 
 from __future__ import annotations
