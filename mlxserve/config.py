@@ -21,6 +21,10 @@ DEFAULT_PORT = 8080
 DEFAULT_MODEL = "smollm2"
 DEFAULT_PAGE_SIZE = 32
 """Tokens in one KV page."""
+KV_BITS = (8, 4)
+"""Of quantized keys and values."""
+KV_PAGE_UNIT = 16
+"""Page sizes of quantized keys and values are multiples of this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,8 @@ class EngineConfig:
     max_step_tokens  tokens of prefill and decode together in one forward
     memory_limit     bytes for weights and KV together; None: derived from the machine
     kv_pages         a fixed number of KV pages instead of a memory limit (tests)
+    kv_bits          8 or 4: keys and values become integers of so many bits in groups of 32 (9 or 6 bits
+                     a value with their scales); page_size must be a multiple of 16. None: the model's dtype
 
     Raises UsageError, naming the field, for a value that no engine can run with.
     """
@@ -44,6 +50,7 @@ class EngineConfig:
     memory_limit: int | None = None
     kv_pages: int | None = None
     prefix_cache: bool = True
+    kv_bits: int | None = None
 
     def __post_init__(self) -> None:
         self._check("max_running", self.max_running, 1)
@@ -52,6 +59,12 @@ class EngineConfig:
         self._check("max_step_tokens", self.max_step_tokens, 1)
         self._check("memory_limit", self.memory_limit, 1)
         self._check("kv_pages", self.kv_pages, 1)
+        if self.kv_bits not in (None, *KV_BITS):
+            raise UsageError(f"kv_bits must be 8 or 4, not {self.kv_bits}")
+        if self.kv_bits is not None and self.page_size % KV_PAGE_UNIT:
+            raise UsageError(
+                f"page_size must be a multiple of {KV_PAGE_UNIT} with kv_bits, not {self.page_size}"
+            )
 
     def _check(self, name: str, value: int | None, minimum: int) -> None:
         if value is not None and value < minimum:

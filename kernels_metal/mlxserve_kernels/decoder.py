@@ -176,6 +176,7 @@ class DecoderStack:
         kv_lens: mx.array,
         k_pools: list[mx.array],
         v_pools: list[mx.array],
+        kv_bits: int | None = None,
     ) -> tuple[mx.array, mx.array]:
         """The hidden state behind the last layer, and the new handle of ``k_pools[0]`` (contract of
         ``ops.write_pages``): what takes it, another call of a stack above all, comes after this one.
@@ -185,7 +186,7 @@ class DecoderStack:
         (``mx.async_eval``).
 
         hidden float32 [..., hidden] with T rows; positions, slot_mapping int32 of T entries; the other index
-        arrays and the pools, one pair a layer, as in ``ops.paged_attention``.
+        arrays and the pools, one pair a layer, and ``kv_bits`` of all, as in ``ops.paged_attention``.
         """
         result: tuple[mx.array, mx.array] = self._cpu.decoder_stack(  # type: ignore[union-attr]
             self._stack,
@@ -197,6 +198,7 @@ class DecoderStack:
             kv_lens,
             k_pools,
             v_pools,
+            kv_bits or 0,
         )
         return result
 

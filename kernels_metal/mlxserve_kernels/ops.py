@@ -3,8 +3,8 @@ arguments are of a kind that it has; all else runs the twin in ``reference``, th
 
 The extension has: float32 activations; affine weights of 2, 3, 4, 5, 6 or 8 bits with groups of 32, 64 or
 128; mxfp4, mxfp8 and nvfp4 weights (K a multiple of 32); dense weights and KV pools of float32, float16 or
-bfloat16. There the result of a row does not depend on the other rows of the call, on its place among them, on
-page placement or on the number of threads: its bits are equal. quantized_matmul, linear, rms_norm and
+bfloat16, and quantized KV pools. There the result of a row does not depend on the other rows of the call, on
+its place among them, on page placement or on the number of threads: its bits are equal. quantized_matmul, linear, rms_norm and
 silu_mul have gradients, by mlx's own ops; one of quantized weights raises ValueError.
 
 All functions are lazy as mlx ops are. The extension raises ValueError at the call for wrong shapes and
@@ -335,13 +335,21 @@ def route(logits: mx.array, top_k: int, *, is_normalized: bool) -> tuple[mx.arra
 
 
 def write_pages(
-    k_pool: mx.array, v_pool: mx.array, k: mx.array, v: mx.array, slot_mapping: mx.array
+    k_pool: mx.array,
+    v_pool: mx.array,
+    k: mx.array,
+    v: mx.array,
+    slot_mapping: mx.array,
+    *,
+    kv_bits: int | None = None,
 ) -> tuple[mx.array, mx.array]:
     """Write rows of keys and values to their slots; returns the pools' new handles.
 
     k_pool [P, H, D, page_size], v_pool [P, H, page_size, Dv]: two buffers, contiguous, never the same;
     k [T, H, D], v [T, H, Dv]: converted to the pool's dtype; slot_mapping int32 [T]: row t goes to page
     ``slot // page_size``, slot ``slot % page_size``. Slots of one call must differ from each other.
+    With ``kv_bits`` 8 or 4 the pools are uint8 [P, H, bytes] (see ``quantized_pages``), D and Dv multiples of
+    32, page_size one of 16: each row is rounded alone, so what it becomes depends on nothing beside it.
 
     Contract: from here on only the new handles are read. With the extension they share the pools' memory
     and a reader scheduled earlier sees the old content, one scheduled later the new: steps may be in flight.
@@ -355,8 +363,8 @@ def write_pages(
     """
     cpu = extension()
     if cpu is None:
-        return reference.write_pages(k_pool, v_pool, k, v, slot_mapping)
-    written: tuple[mx.array, mx.array] = cpu.write_pages(k_pool, v_pool, k, v, slot_mapping)
+        return reference.write_pages(k_pool, v_pool, k, v, slot_mapping, kv_bits=kv_bits)
+    written: tuple[mx.array, mx.array] = cpu.write_pages(k_pool, v_pool, k, v, slot_mapping, _bits(kv_bits))
     return written
 
 
@@ -391,6 +399,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: mx.array | None = None,
+    kv_bits: int | None = None,
 ) -> mx.array:
     """Causal attention of several sequences over keys and values in pages. Returns [T, H, Dv], dtype of q.
 
@@ -404,7 +413,8 @@ def paged_attention(
 
     A score is ``(q * scale) . k``, with ``softcap`` then ``softcap * tanh(score / softcap)``; ``sinks`` [H]
     adds one logit a head to the softmax's denominator. Softmax in float32, online over blocks of keys at
-    fixed positions.
+    fixed positions. Quantized pools (``kv_bits``, see ``write_pages``) are read as the float32 values that
+    they hold, with the same bits as pools of these.
 
     >>> keys, values = mx.ones((1, 1, 8, 4)), mx.ones((1, 1, 4, 8))
     >>> def index(*ids): return mx.array(ids, dtype=mx.int32)
@@ -426,6 +436,7 @@ def paged_attention(
             window=window,
             softcap=softcap,
             sinks=sinks,
+            kv_bits=kv_bits,
         )
     sinks = None if sinks is None else sinks.astype(mx.float32)
     output: mx.array = cpu.paged_attention(
@@ -439,5 +450,13 @@ def paged_attention(
         window or 0,
         softcap or 0.0,
         sinks,
+        _bits(kv_bits),
     )
     return output.astype(q.dtype)
+
+
+def _bits(kv_bits: int | None) -> int:
+    """For the extension, where 0 stands for pools of floats."""
+    if kv_bits == 0:
+        raise ValueError("kv_bits must be 8 or 4, got 0")
+    return kv_bits or 0

@@ -10,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlxserve_kernels import quantized_pages
 from mlxserve_kernels.experts import Activation, ExpertWeights
 
 
@@ -169,8 +170,20 @@ def route(logits: mx.array, top_k: int, *, is_normalized: bool) -> tuple[mx.arra
 
 
 def write_pages(
-    k_pool: mx.array, v_pool: mx.array, k: mx.array, v: mx.array, slot_mapping: mx.array
+    k_pool: mx.array,
+    v_pool: mx.array,
+    k: mx.array,
+    v: mx.array,
+    slot_mapping: mx.array,
+    *,
+    kv_bits: int | None = None,
 ) -> tuple[mx.array, mx.array]:
+    if kv_bits is not None:
+        page_size = quantized_pages.page_size_of(k_pool, k.shape[2], kv_bits)
+        return (
+            quantized_pages.write_rows(k_pool, k, slot_mapping, page_size, kv_bits, is_keys=True),
+            quantized_pages.write_rows(v_pool, v, slot_mapping, page_size, kv_bits, is_keys=False),
+        )
     page_size = k_pool.shape[3]
     pages, slots = slot_mapping // page_size, slot_mapping % page_size
     k_pool[pages, :, :, slots] = k.astype(k_pool.dtype)
@@ -198,7 +211,10 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: mx.array | None = None,
+    kv_bits: int | None = None,
 ) -> mx.array:
+    if kv_bits is not None:
+        k_pool, v_pool = _dequantized(k_pool, v_pool, q.shape[2], kv_bits)
     starts, lengths = _ints(q_starts), _ints(kv_lens)
     outputs = []
     for index, kv_len in enumerate(lengths):
@@ -212,6 +228,14 @@ def paged_attention(
         outputs.append(_attend(rows, keys, values, scale, window, softcap, sinks))
     outputs.append(mx.zeros((q.shape[0] - starts[-1], q.shape[1], v_pool.shape[3]), dtype=q.dtype))
     return mx.concatenate(outputs)
+
+
+def _dequantized(k_pool: mx.array, v_pool: mx.array, dim: int, kv_bits: int) -> tuple[mx.array, mx.array]:
+    page_size = quantized_pages.page_size_of(k_pool, dim, kv_bits)
+    unit = page_size * quantized_pages.row_bytes(quantized_pages.GROUP_SIZE, kv_bits)
+    value_dim = v_pool.shape[2] // unit * quantized_pages.GROUP_SIZE
+    keys = quantized_pages.read_pages(k_pool, dim, kv_bits, is_keys=True)
+    return keys.swapaxes(2, 3), quantized_pages.read_pages(v_pool, value_dim, kv_bits, is_keys=False)
 
 
 def _ints(ids: mx.array) -> list[int]:

@@ -38,6 +38,10 @@ def decode_command(
             "keys and values of the rest are copies of theirs.",
         ),
     ] = None,
+    kv_bits: Annotated[
+        int | None,
+        typer.Option(metavar="8|4", help="Keep keys and values as integers of so many bits."),
+    ] = None,
     profile: Annotated[
         bool, typer.Option("--profile", help="Show where a decode step's time goes as well.")
     ] = False,
@@ -58,6 +62,7 @@ def decode_command(
         repeat=repeat,
         contexts=None if context is None else parse_contexts(context),
         against=against,
+        kv_bits=kv_bits,
         with_profile=profile,
         as_json=json,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mlxserve.cli.model_source import PreparedModel, prepare_model
+from mlxserve.config import KV_BITS
 from mlxserve.engine.benchmark import (
     DecodeRun,
     DecodeShape,
@@ -64,6 +66,7 @@ def bench_decode(
     repeat: int,
     contexts: tuple[int, ...] | None,
     against: str | None,
+    kv_bits: int | None,
     with_profile: bool,
     as_json: bool,
 ) -> None:
@@ -73,16 +76,18 @@ def bench_decode(
         raise UsageError(f"--against knows {', '.join(PEERS)}, got {against!r}")
     if against is not None and contexts is not None:
         raise UsageError("--context and --against exclude each other: a peer computes its whole prompt")
+    if kv_bits not in (None, *KV_BITS):
+        raise UsageError(f"--kv-bits knows {', '.join(map(str, KV_BITS))}, got {kv_bits}")
     console = Console(stderr=True)
     source = _real_model(name, console)
     shapes = [
-        DecodeShape(length, tokens, count, is_context_copied=contexts is not None)
+        DecodeShape(length, tokens, count, is_context_copied=contexts is not None, kv_bits=kv_bits)
         for length in contexts or (prompt_tokens,)
         for count in streams
     ]
     with console.status(f"Measuring {source.id}"):
         report = _measure_all(source.path, shapes, repeat, against, with_profile)
-    report = {"model": source.id, "kernels": ops.implementation(), **report}
+    report = {"model": source.id, "kernels": ops.implementation(), "kv_bits": kv_bits, **report}
     if as_json:
         typer.echo(msgspec.json.encode(report).decode())
     else:
@@ -131,7 +136,7 @@ def _measure_all(
 ) -> dict[str, Any]:
     model = load_model(folder)
     peer = None if against is None else mlx_lm_runner(folder)
-    peer_shape = DecodeShape(shapes[0].prompt_tokens, shapes[0].tokens, 1)
+    peer_shape = replace(shapes[0], streams=1)
     threads = ops.num_threads()
     runs: dict[DecodeShape, list[DecodeRun]] = {shape: [] for shape in shapes}
     peer_runs: list[StockRun] = []

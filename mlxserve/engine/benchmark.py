@@ -31,12 +31,14 @@ _SEED = 7
 @dataclass(frozen=True, slots=True)
 class DecodeShape:
     """What one run does: ``streams`` sequences of ``prompt_tokens``, then ``tokens`` each.
-    ``is_context_copied``: the prompts' keys and values are copies (see ``CopiedContext``)."""
+    ``is_context_copied``: the prompts' keys and values are copies (see ``CopiedContext``); ``kv_bits``: of
+    the engine (see ``EngineConfig``)."""
 
     prompt_tokens: int
     tokens: int
     streams: int
     is_context_copied: bool = False
+    kv_bits: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ def measure(model: LoadedModel, shape: DecodeShape, *, read_rate: float) -> Deco
     drain(core, shape)
     decode_tok_s = run.num_decoded / max(run.ended - run.prefilled, 1e-9)
     context = shape.prompt_tokens + shape.tokens // 2
-    kv_bytes = context * sum(spec.page_bytes(1) for spec in model.layers)
+    kv_bytes = context * sum(replace(spec, kv_bits=shape.kv_bits).page_bytes(1) for spec in model.layers)
     num_bytes = decode_weight_bytes(model, shape.streams) // shape.streams + kv_bytes
     prefill_tok_s = shape.streams * shape.prompt_tokens / (run.prefilled - run.started)
     return DecodeRun(
@@ -172,6 +174,7 @@ def decode_core(model: LoadedModel, shape: DecodeShape) -> EngineCore:
         num_tokens=num_tokens,
         prefix_cache=False,
         is_context_copied=shape.is_context_copied,
+        kv_bits=shape.kv_bits,
     )
 
 
@@ -182,12 +185,16 @@ def _core(
     num_tokens: int,
     prefix_cache: bool,
     is_context_copied: bool = False,
+    kv_bits: int | None = None,
 ) -> EngineCore:
     """An engine with pages for ``num_tokens``."""
     config = EngineConfig(
-        max_running=streams, prefix_cache=prefix_cache, kv_pages=-(-num_tokens // DEFAULT_PAGE_SIZE)
+        max_running=streams,
+        prefix_cache=prefix_cache,
+        kv_pages=-(-num_tokens // DEFAULT_PAGE_SIZE),
+        kv_bits=kv_bits,
     )
-    target: Target = ModelTarget(model, config.page_size)
+    target: Target = ModelTarget(model, config.page_size, config.kv_bits)
     if is_context_copied:
         target = CopiedContext(target, config.page_size)
     return EngineCore(target, config, is_pipelined=ops.supports_steps_in_flight())

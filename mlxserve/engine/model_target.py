@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import mlx.core as mx
 
 from mlxserve.engine.scheduler import ScheduledBatch
 from mlxserve.engine.sequence import Sequence
 from mlxserve.engine.target import StepInputs
+from mlxserve.errors import UsageError
 from mlxserve.models.loader import LoadedModel
 from mlxserve.models.paged import LayerPages, PagedCaches
 from mlxserve.types import GenerationRequest
@@ -14,14 +17,21 @@ from mlxserve_kernels import ops
 
 
 class ModelTarget:
-    """Implements ``Target`` (see there) for a model with pages a layer."""
+    """Implements ``Target`` (see there) for a model with pages a layer, of integers with ``kv_bits`` 8 or 4.
 
-    def __init__(self, model: LoadedModel, page_size: int) -> None:
+    Raises UsageError where the model's heads cannot be stored so.
+    """
+
+    def __init__(self, model: LoadedModel, page_size: int, kv_bits: int | None = None) -> None:
         self._model = model
         self.vocab_size = model.vocab_size
         self.weight_bytes = model.weight_bytes
-        self.page_bytes = sum(spec.page_bytes(page_size) for spec in model.layers)
-        self._layers = [LayerPages(spec, page_size) for spec in model.layers]
+        specs = [replace(spec, kv_bits=kv_bits) for spec in model.layers]
+        try:
+            self.page_bytes = sum(spec.page_bytes(page_size) for spec in specs)
+            self._layers = [LayerPages(spec, page_size) for spec in specs]
+        except ValueError as error:
+            raise UsageError(f"kv_bits {kv_bits} does not fit this model: {error}") from error
 
     def resize(self, num_pages: int) -> None:
         for layer in self._layers:

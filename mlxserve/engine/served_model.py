@@ -52,7 +52,9 @@ def open_folder(folder: Path, model_id: str, config: EngineConfig) -> ServedMode
     tokenizer = load_tokenizer(folder)
     template = load_chat_template(folder, tokenizer)
     default_sampling = read_default_sampling(folder)
-    engine = AsyncEngine(lambda: ModelTarget(load_model(folder), config.page_size), config, name=model_id)
+    engine = AsyncEngine(
+        lambda: ModelTarget(load_model(folder), config.page_size, config.kv_bits), config, name=model_id
+    )
     trained = context_length(model_config) or _UNSTATED_CONTEXT
     return ServedModel(
         id=model_id,

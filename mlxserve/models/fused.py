@@ -163,6 +163,7 @@ def _run(stack: DecoderStack, x: mx.array, cache: PagedLayerCache, first: int) -
         metadata.kv_lens,
         [layer.keys for layer in layers],
         [layer.values for layer in layers],
+        layers[0].spec.kv_bits,
     )
     return hidden
 

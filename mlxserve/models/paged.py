@@ -19,6 +19,7 @@ import mlx.nn as nn
 
 from mlxserve.errors import UnsupportedModelError
 from mlxserve_kernels import ops
+from mlxserve_kernels.quantized_pages import head_bytes, row_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,28 +42,42 @@ class PagedMetadata:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One layer's keys and values: heads, sizes, dtype, and the window (None: full attention)."""
+    """One layer's keys and values: heads, sizes, dtype, and the window (None: full attention). ``kv_bits``
+    8 or 4: pages hold integers instead of ``dtype``, all layers of a model alike."""
 
     num_kv_heads: int
     key_dim: int
     value_dim: int
     dtype: mx.Dtype
     window: int | None
+    kv_bits: int | None = None
 
     def page_bytes(self, page_size: int) -> int:
+        """Raises ValueError for sizes of heads that quantized pages cannot have."""
+        if self.kv_bits is not None:
+            token_bytes = sum(row_bytes(dim, self.kv_bits) for dim in (self.key_dim, self.value_dim))
+            return self.num_kv_heads * page_size * token_bytes
         return self.num_kv_heads * page_size * (self.key_dim + self.value_dim) * int(self.dtype.size)
 
 
 class LayerPages:
-    """The page tensors of one layer: keys [P, H, D, page], values [P, H, page, Dv].
+    """The page tensors of one layer: keys [P, H, D, page], values [P, H, page, Dv]; quantized, both uint8
+    [P, H, bytes] (ValueError for sizes that those cannot have).
 
     Always the newest handle: a writer replaces both, and keeps no other.
     """
 
     def __init__(self, spec: LayerSpec, page_size: int) -> None:
         self.spec = spec
-        self.keys = mx.zeros((0, spec.num_kv_heads, spec.key_dim, page_size), dtype=spec.dtype)
-        self.values = mx.zeros((0, spec.num_kv_heads, page_size, spec.value_dim), dtype=spec.dtype)
+        heads, dtype = spec.num_kv_heads, spec.dtype
+        keys: tuple[int, ...] = (spec.key_dim, page_size)
+        values: tuple[int, ...] = (page_size, spec.value_dim)
+        if spec.kv_bits is not None:
+            dtype = mx.uint8
+            keys = (head_bytes(spec.key_dim, page_size, spec.kv_bits),)
+            values = (head_bytes(spec.value_dim, page_size, spec.kv_bits),)
+        self.keys = mx.zeros((0, heads, *keys), dtype=dtype)
+        self.values = mx.zeros((0, heads, *values), dtype=dtype)
 
     def resize(self, num_pages: int) -> None:
         """Grow or shrink to ``num_pages``, keeping the first ones; evaluated at once."""
@@ -107,6 +122,7 @@ class PagedLayerCache:
             keys.squeeze(2),
             values.squeeze(2),
             self.metadata.slot_mapping,
+            kv_bits=self.pages.spec.kv_bits,
         )
         return InPages(keys.dtype), InPages(values.dtype)
 
@@ -151,6 +167,7 @@ def attend(
         window=min(windows) if windows else None,
         softcap=softcap,
         sinks=sinks,
+        kv_bits=cache.pages.spec.kv_bits,
     )
     return output[:, :, None]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -32,6 +33,16 @@ def test_decode_with_contexts_and_a_profile(run: Run, folder: str) -> None:
     assert report["read_gbps"] >= report["read_gbps_small_pages"] > 0
 
 
+def test_decode_with_quantized_pages(run: Run, tmp_path: Path) -> None:
+    folder = str(write_tiny_model(tmp_path / "model", head_dim=32))
+    arguments = ["--prompt-tokens", "40", "--tokens", "8", "--streams", "2", "--repeat", "1", "--json"]
+    plain, quantized = (
+        json.loads(run("bench", "decode", folder, *arguments, *more).out) for more in ([], ["--kv-bits", "8"])
+    )
+    assert (plain["kv_bits"], quantized["kv_bits"]) == (None, 8)
+    assert quantized["runs"][0]["bytes_per_token"] < plain["runs"][0]["bytes_per_token"]
+
+
 def test_kernels(run: Run) -> None:
     arguments = ["--shape", "smollm2", "--only", "rms_norm,write_pages", "--repeat", "1"]
     result = run("bench", "kernels", *arguments, "--json")
@@ -50,6 +61,7 @@ def test_kernels(run: Run) -> None:
             ["decode", "m", "--context", "64", "--against", "mlx-lm"],
             "--context and --against exclude each other: a peer computes its whole prompt",
         ),
+        (["decode", "m", "--kv-bits", "5"], "--kv-bits knows 8, 4, got 5"),
         (["kernels", "--shape", "x"], "--shape knows smollm2, llama-1b, qwen3-moe, got 'x'"),
         (
             ["kernels", "--only", "softmax"],

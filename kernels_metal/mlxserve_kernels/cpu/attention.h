@@ -6,7 +6,8 @@
 //
 // "Rows" here are pairs of a query row and one of the heads that share the kv head: row r is query r / G,
 // head r % G. They are computed in tiles of up to AR. Pages hold keys as [dim][page], values as [page][dim], so
-// that both are read in place where they are float32 in pages of whole vectors; else a block is widened once.
+// that both are read in place where they are float32 in pages of whole vectors; else a block is widened once, for all
+// rows of the item (quantized pools: widen_pages.h).
 
 constexpr long KB = 64;
 constexpr int AR = 6, AV = W == 16 ? 4 : 2;
@@ -37,13 +38,40 @@ struct State {
   }
 };
 
+// Integers and scales of a quantized value, or of one dimension of W quantized keys.
+struct PackedRow {
+  const uint8_t* integers;
+  const float* scales;
+};
+
+// What the next block is made of, to be asked for line by line between the arithmetic of this one: asked for at
+// once it keeps all buffers for missing lines busy, and the loads of this block wait behind it.
+struct Ahead {
+  const char* from[KB / kKvPageUnit + 1];
+  long bytes[KB / kKvPageUnit + 1];
+  int count = 0, now = 0;
+
+  void add(const void* start, long size) { from[count] = (const char*)start, bytes[count++] = size; }
+  INLINE_MEMBER void ask() {
+    if (now == count) return;
+    __builtin_prefetch(from[now], 0, 3);
+    from[now] += 64, bytes[now] -= 64;
+    if (bytes[now] <= 0) ++now;
+  }
+};
+
 struct Block {
   long begin;     // position of its first key
   long from, to;  // keys of it that some row sees
   const float* key[KB / W];  // vector v of dimension d is at key[v] + d * key_stride
   long key_stride;
   const float* value[KB];    // rows of at least width() floats
+  bool is_packed;            // instead of the above:
+  PackedRow packed_key[KB / W], packed_value[KB];
+  Ahead ahead_keys, ahead_values;
 };
+
+#include "packed_block.h"
 
 static std::size_t attention_scratch_floats(const Attention& a, long query_rows) {
   AttentionShape s(a, query_rows);
@@ -90,8 +118,63 @@ INLINE const char* key_at(const Attention& a, const AttentionItem& item, long po
   return (const char*)a.keys + (row * a.page + position % a.page) * item_size(a.format);
 }
 
+struct QuantizedHeads {
+  const uint8_t *keys, *values;
+  long at;  // row of the position in its page
+};
+
+// The quantized page of a position, as far as it is the item's head.
+INLINE QuantizedHeads heads_at(const Attention& a, const AttentionItem& item, long position) {
+  long page = a.block_tables[item.sequence * a.max_pages + position / a.page];
+  long head = (page * a.kv_heads + item.kv_head) * a.page;
+  return {(const uint8_t*)a.keys + head * kv_row_bytes(a.format, a.dim),
+          (const uint8_t*)a.values + head * kv_row_bytes(a.format, a.value_dim), position % a.page};
+}
+
+INLINE void prefetch_quantized(const Attention& a, const AttentionItem& item, long position, long end) {
+  while (position < end) {
+    QuantizedHeads heads = heads_at(a, item, position);
+    long count = least(a.page - heads.at, KB);
+    prefetch_head(a.format, heads.keys, a.page, a.dim, heads.at, count, true);
+    prefetch_head(a.format, heads.values, a.page, a.value_dim, heads.at, count, false);
+    position += count;
+  }
+}
+
+// Whole pages line by line. Of pages longer than a block the part that it needs, at once.
+static void look_ahead(const Attention& a, const AttentionItem& item, Block& block, long position, long end) {
+  if (a.page > KB) return prefetch_quantized(a, item, position, end);
+  for (; position < end; position += a.page) {
+    QuantizedHeads heads = heads_at(a, item, position);
+    block.ahead_keys.add(heads.keys, a.page * kv_row_bytes(a.format, a.dim));
+    block.ahead_values.add(heads.values, a.page * kv_row_bytes(a.format, a.value_dim));
+  }
+}
+
+// Points a packed block to its keys and values; vectors outside as in find_keys.
+static void find_packed(const Attention& a, const AttentionItem& item, Block& block) {
+  const long key_bytes = a.page * kv_row_integers(a.format, a.dim);
+  const long row = kv_row_integers(a.format, a.value_dim), groups = a.value_dim / kKvGroup;
+  PackedRow inside{};
+  for (long v = 0; v < KB / W; ++v) {
+    block.packed_key[v] = {};
+    if ((v + 1) * W <= block.from || v * W >= block.to) continue;
+    QuantizedHeads heads = heads_at(a, item, block.begin + v * W);
+    inside = block.packed_key[v] = {heads.keys + heads.at, (const float*)(heads.keys + key_bytes) + heads.at};
+  }
+  for (PackedRow& key : block.packed_key)
+    if (!key.integers) key = inside;
+  for (long j = block.from; j < block.to;) {
+    QuantizedHeads heads = heads_at(a, item, block.begin + j);
+    const float* scales = (const float*)(heads.values + a.page * row);
+    for (long at = heads.at; at < a.page && j < block.to; ++at, ++j)
+      block.packed_value[j] = {heads.values + at * row, scales + at * groups};
+  }
+}
+
 // Asks for the next block of keys and values: in decode each is read once, and pages lie anywhere.
 INLINE void prefetch(const Attention& a, const AttentionItem& item, long position, long end) {
+  if (is_quantized(a.format)) return prefetch_quantized(a, item, position, end);
   const long size = item_size(a.format);
   if (a.page % KB == 0 || KB % a.page == 0)
     for (long p = position; p < end; p += 64 / size)
@@ -121,6 +204,10 @@ static void find_keys(const Attention& a, const AttentionItem& item, Block& bloc
     float* to = buffer + v * W;
     if (is_direct) {
       block.key[v] = (const float*)key_at(a, item, block.begin + v * W);
+    } else if (is_quantized(a.format)) {
+      QuantizedHeads heads = heads_at(a, item, block.begin + v * W);
+      widen_keys(a.format, heads.keys, a.page, a.dim, heads.at, to, KB);
+      block.key[v] = to;
     } else if (is_whole) {
       const char* from = key_at(a, item, block.begin + v * W);
       for (long d = 0; d < a.dim; ++d) store(to + d * KB, load_widened(from + d * a.page * size, a.format));
@@ -141,17 +228,26 @@ static void find_keys(const Attention& a, const AttentionItem& item, Block& bloc
 }
 
 static void find_values(const Attention& a, const AttentionItem& item, Block& block, float* buffer) {
-  const long width = AttentionShape(a, 1).width();
-  for (long j = block.from; j < block.to; ++j) {
-    const char* value = value_at(a, item, block.begin + j);
-    if (a.format == Format::float32 && a.value_dim == width) {
-      block.value[j] = (const float*)value;
+  const long width = AttentionShape(a, 1).width(), stride = a.value_dim * item_size(a.format);
+  const bool is_direct = a.format == Format::float32 && a.value_dim == width;
+  for (long j = block.from; j < block.to;) {
+    // As many rows as lie on the page: to find a page takes divisions.
+    long position = block.begin + j, row = position % a.page, end = least(block.to, j + a.page - row);
+    if (is_quantized(a.format)) {
+      const uint8_t* head = heads_at(a, item, position).values;
+      for (; j < end; ++j, ++row) widen_value(a.format, head, a.page, a.value_dim, row, buffer + j * width);
     } else {
-      float* to = buffer + j * width;
-      widen(value, a.format, a.value_dim, to);
-      for (long i = a.value_dim; i < width; ++i) to[i] = 0;
-      block.value[j] = to;
+      for (const char* value = value_at(a, item, position); j < end; ++j, value += stride) {
+        if (is_direct) block.value[j] = (const float*)value;
+        else widen(value, a.format, a.value_dim, buffer + j * width);
+      }
     }
+  }
+  if (is_direct) return;
+  for (long j = block.from; j < block.to; ++j) {
+    float* to = buffer + j * width;
+    for (long i = a.value_dim; i < width; ++i) to[i] = 0;
+    block.value[j] = to;
   }
 }
 
@@ -244,20 +340,33 @@ static void attend_tile(const Attention& a, const AttentionItem& item, const Blo
     same &= from[r] == from[0] && to[r] == to[0];
   }
   if (!any) return;
-  scores_of<R>(q + first * a.dim, block, a.dim, scores);
+  const bool is_8 = a.format == Format::kv8;
+  if (!block.is_packed) scores_of<R>(q + first * a.dim, block, a.dim, scores);
+  else if (is_8) packed_scores<Format::kv8, R>(q + first * a.dim, block, a.page, a.dim, scores);
+  else packed_scores<Format::kv4, R>(q + first * a.dim, block, a.page, a.dim, scores);
   float factors[R];
   for (int r = 0; r < R; ++r)
     factors[r] = from[r] < to[r] ? weigh(scores + r * KB, from[r], to[r], a.softcap, state.largest[first + r],
                                          state.total[first + r])
                                  : 1.0f;
   float* values = state.values + first * state.width;
-  if (same) {
+  if (same && !block.is_packed) {
     add_values<R>(block, scores, from[0], to[0], factors, values, state.width);
     return;
   }
+  if (same) {
+    (is_8 ? add_packed_values<Format::kv8, R> : add_packed_values<Format::kv4, R>)(
+        block, a.page, scores, from[0], to[0], factors, values, state.width);
+    return;
+  }
   for (int r = 0; r < R; ++r)
-    if (from[r] < to[r])
-      add_values<1>(block, scores + r * KB, from[r], to[r], factors + r, values + r * state.width, state.width);
+    if (from[r] < to[r]) {
+      if (!block.is_packed)
+        add_values<1>(block, scores + r * KB, from[r], to[r], factors + r, values + r * state.width, state.width);
+      else
+        (is_8 ? add_packed_values<Format::kv8, 1> : add_packed_values<Format::kv4, 1>)(
+            block, a.page, scores + r * KB, from[r], to[r], factors + r, values + r * state.width, state.width);
+    }
 }
 
 // Queries, scaled, as [tile][dim][rows of the tile].
@@ -289,14 +398,22 @@ static void run_split(const Attention& a, const AttentionItem& item, long split,
   state.clear();
   Range all = {seen(a, item, 0).begin, seen(a, item, item.num_rows - 1).end};
   long begin = most(split * kSplit, all.begin / KB * KB), end = least((split + 1) * kSplit, all.end);
+  const bool is_packed = is_quantized(a.format) && state.rows <= AR && state.width == a.value_dim;
   for (long position = begin; position < end; position += KB) {
     Block block;
     block.begin = position;
     block.from = most(0, all.begin - position);
     block.to = least(KB, all.end - position);
-    if (state.rows <= 2 * AR) prefetch(a, item, position + KB, least(position + 2 * KB, all.end));
-    find_keys(a, item, block, scratch.keys);
-    find_values(a, item, block, scratch.value_rows);
+    block.is_packed = is_packed;
+    const long next_end = least(position + 2 * KB, all.end);
+    if (is_packed) look_ahead(a, item, block, position + KB, next_end);
+    else if (state.rows <= 2 * AR) prefetch(a, item, position + KB, next_end);
+    if (is_packed) {
+      find_packed(a, item, block);
+    } else {
+      find_keys(a, item, block, scratch.keys);
+      find_values(a, item, block, scratch.value_rows);
+    }
     for (long first = 0; first < state.rows; first += AR) {
       switch (state.rows - first) {
         case 1: attend_tile<1>(a, item, block, first, scratch.packed, state, scratch.scores); break;

@@ -72,7 +72,7 @@ void bind_decoder(nb::module_& m) {
       .def_rw("sinks", &DecoderLayer::sinks);
   nb::class_<DecoderStack>(m, "DecoderStack").def(nb::init<std::vector<DecoderLayer>>(), "layers"_a);
   m.def("decoder_stack", &mlxserve::decoder_stack, "stack"_a, "hidden"_a, "positions"_a, "slot_mapping"_a,
-        "block_tables"_a, "q_starts"_a, "kv_lens"_a, "k_pools"_a, "v_pools"_a);
+        "block_tables"_a, "q_starts"_a, "kv_lens"_a, "k_pools"_a, "v_pools"_a, "kv_bits"_a);
 }
 
 void bind_experts(nb::module_& m) {
@@ -126,10 +126,11 @@ NB_MODULE(_cpu, m) {
   m.def("tiled_matmul", &mlxserve::tiled_matmul, "x"_a, "tiles"_a, "group_size"_a, "bits"_a, "scale_dtype"_a);
   m.def("tiled_rows", &mlxserve::tiled_rows, "ids"_a, "tiles"_a, "group_size"_a, "bits"_a, "scale_dtype"_a);
   m.def("resize_rows", &mlxserve::resize_rows, "a"_a, "rows"_a);
-  m.def("write_pages", &mlxserve::write_pages, "k_pool"_a, "v_pool"_a, "k"_a, "v"_a, "slot_mapping"_a);
+  m.def("write_pages", &mlxserve::write_pages, "k_pool"_a, "v_pool"_a, "k"_a, "v"_a, "slot_mapping"_a,
+        "kv_bits"_a);
   m.def("copy_pages", &mlxserve::copy_pages, "k_pool"_a, "v_pool"_a, "source_ids"_a, "target_ids"_a);
   m.def("paged_attention", &mlxserve::paged_attention, "q"_a, "k_pool"_a, "v_pool"_a, "block_tables"_a, "q_starts"_a,
-        "kv_lens"_a, "scale"_a, "window"_a, "softcap"_a, "sinks"_a.none());
+        "kv_lens"_a, "scale"_a, "window"_a, "softcap"_a, "sinks"_a.none(), "kv_bits"_a);
   bind_decoder(m);
   bind_experts(m);
 }

@@ -21,17 +21,13 @@ constexpr long kTileColumns = 32;     // columns of a unit, with many rows and a
 constexpr long kPartRows = 128;       // rows of a unit of work, with many
 constexpr long kPhasesOfALayer = 23;  // at most, with experts and a shared one
 
-struct LayerPools {
-  KvPool keys, values;
-};
-
 // What is given to a run. Pointers are to contiguous int32 and float32 arrays.
 struct Step {
   long rows, sequences, max_pages;
   const int *positions, *slots, *tables, *q_starts, *kv_lens;
   const float* input;
   float* hidden;
-  std::vector<LayerPools> pools;
+  std::vector<KvPools> pools;
 };
 
 struct SplitTask {
@@ -48,7 +44,7 @@ struct AttentionPlan {
   std::size_t partial_floats = 0, scratch_floats = 0;
 };
 
-AttentionCall attention_call(const DecoderLayer& l, const Step& step, const LayerPools& pools) {
+AttentionCall attention_call(const DecoderLayer& l, const Step& step, const KvPools& pools) {
   AttentionCall call{};
   Attention& a = call.a;
   a.keys = pools.keys.data, a.values = pools.values.data, a.format = pools.keys.format;
@@ -515,7 +511,7 @@ class Worker {
 };
 
 void run_stack(const DecoderStack& stack, const Step& step) {
-  for (const LayerPools& pools : step.pools)
+  for (const KvPools& pools : step.pools)
     for (long row = 0, slots = pools.keys.pages * pools.keys.page; row < step.rows; ++row)
       require(step.slots[row] >= 0 && step.slots[row] < slots, "decoder_stack: slot_mapping[", row, "] is ",
               step.slots[row], ", the pool has slots 0 to ", slots - 1);
@@ -525,8 +521,9 @@ void run_stack(const DecoderStack& stack, const Step& step) {
 
 class DecoderStackPrimitive : public CpuPrimitive {
  public:
-  DecoderStackPrimitive(mx::Stream stream, std::shared_ptr<const DecoderStack> stack)
-      : CpuPrimitive(stream), stack_(std::move(stack)) {}
+  DecoderStackPrimitive(mx::Stream stream, std::shared_ptr<const DecoderStack> stack,
+                        std::vector<KvPools> pools)
+      : CpuPrimitive(stream), stack_(std::move(stack)), pools_(std::move(pools)) {}
 
   const char* name() const override { return "MlxserveDecoderStack"; }
 
@@ -551,8 +548,7 @@ class DecoderStackPrimitive : public CpuPrimitive {
         require(pool.flags().row_contiguous, "decoder_stack: a pool must be contiguous");
       }
       require(keys.data<char>() != values.data<char>(), "decoder_stack: k_pool and v_pool must be two buffers");
-      step.pools.push_back({key_pool(keys, const_cast<char*>(keys.data<char>())),
-                            value_pool(values, const_cast<char*>(values.data<char>()))});
+      step.pools.push_back({pools_[i].keys.at(keys), pools_[i].values.at(values)});
     }
     encoder.dispatch([stack = stack_, step = std::move(step)] { run_stack(*stack, step); });
   }
@@ -561,15 +557,17 @@ class DecoderStackPrimitive : public CpuPrimitive {
 
  private:
   std::shared_ptr<const DecoderStack> stack_;
+  std::vector<KvPools> pools_;
 };
 
-void check_pools(const DecoderLayer& l, const mx::array& keys, const mx::array& values) {
+KvPools checked_pools(const DecoderLayer& l, const mx::array& keys, const mx::array& values, int kv_bits) {
   const char* op = "decoder_stack";
-  require_pools(op, keys, values);
-  KvPool k = key_pool(keys), v = value_pool(values);
+  KvPools pools = kv_pools(op, keys, values, kv_bits, l.dim, l.value_dim);
+  const auto& [k, v] = pools;
   require(k.pages > 0 && k.page > 0, op, ": a pool has no pages");
   require(k.heads == l.kv_heads && k.dim == l.dim && v.dim == l.value_dim, op, ": a layer has ", l.kv_heads,
           " kv heads of ", l.dim, " and ", l.value_dim, ", its pools ", k.heads, " of ", k.dim, " and ", v.dim);
+  return pools;
 }
 
 }  // namespace
@@ -577,7 +575,8 @@ void check_pools(const DecoderLayer& l, const mx::array& keys, const mx::array& 
 std::pair<mx::array, mx::array> decoder_stack(std::shared_ptr<const DecoderStack> stack, const mx::array& hidden,
                                               const mx::array& positions, const mx::array& slot_mapping,
                                               const mx::array& block_tables, const mx::array& q_starts,
-                                              const mx::array& kv_lens, const Arrays& k_pools, const Arrays& v_pools) {
+                                              const mx::array& kv_lens, const Arrays& k_pools, const Arrays& v_pools,
+                                              int kv_bits) {
   const char* op = "decoder_stack";
   std::size_t count = stack->layers.size();
   require(hidden.dtype() == mx::float32 && hidden.ndim() >= 1 && hidden.shape(-1) == stack->layers[0].hidden(), op,
@@ -594,13 +593,14 @@ std::pair<mx::array, mx::array> decoder_stack(std::shared_ptr<const DecoderStack
           ": block_tables must be [S, max_pages]");
   require(k_pools.size() == count && v_pools.size() == count, op, ": ", count, " layers need as many pools, got ",
           k_pools.size(), " and ", v_pools.size());
+  std::vector<KvPools> pools;
   Arrays inputs{hidden, positions, slot_mapping, block_tables, q_starts, kv_lens};
   for (std::size_t i = 0; i < count; ++i) {
-    check_pools(stack->layers[i], k_pools[i], v_pools[i]);
+    pools.push_back(checked_pools(stack->layers[i], k_pools[i], v_pools[i], kv_bits));
     inputs.push_back(k_pools[i]);
     inputs.push_back(v_pools[i]);
   }
-  auto primitive = std::make_shared<DecoderStackPrimitive>(cpu_stream(), std::move(stack));
+  auto primitive = std::make_shared<DecoderStackPrimitive>(cpu_stream(), std::move(stack), std::move(pools));
   Arrays outputs = mx::array::make_arrays({hidden.shape(), k_pools[0].shape()}, {mx::float32, k_pools[0].dtype()},
                                           primitive, inputs);
   return {outputs[0], outputs[1]};

@@ -105,6 +105,7 @@ using Arrays = std::vector<mx::array>;
 std::pair<mx::array, mx::array> decoder_stack(std::shared_ptr<const DecoderStack> stack, const mx::array& hidden,
                                               const mx::array& positions, const mx::array& slot_mapping,
                                               const mx::array& block_tables, const mx::array& q_starts,
-                                              const mx::array& kv_lens, const Arrays& k_pools, const Arrays& v_pools);
+                                              const mx::array& kv_lens, const Arrays& k_pools, const Arrays& v_pools,
+                                              int kv_bits);
 
 }  // namespace mlxserve

@@ -1,5 +1,6 @@
 // The kernels for one instruction set: this file is compiled several times, with MLXSERVE_ISA naming the set.
 #include "kernels.h"
+#include "kv_layout.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -14,6 +15,8 @@ namespace mlxserve::MLXSERVE_ISA {
 namespace {
 
 #include "vec.h"
+
+#include "widen_pages.h"
 
 #include "attention.h"
 #include "matmul.h"

@@ -21,6 +21,8 @@ enum class Format {
   nvfp4,
   tiles4,
   tiles8,
+  kv8,
+  kv4,
 };
 
 // A matrix of N rows and K columns, row-major; scales and biases of quantized formats are [N, K / group]; mxfp4,

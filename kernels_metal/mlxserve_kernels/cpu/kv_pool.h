@@ -1,7 +1,11 @@
-// KV pools: keys [pages, heads, dim, page], values [pages, heads, page, dim]. Keys are transposed so that attention
-// reads a dimension of neighbouring keys as one vector.
+// KV pools. Of floats: keys [pages, heads, dim, page], values [pages, heads, page, dim]. Quantized: kv_layout.h.
+// Keys are transposed so that attention reads a dimension of neighbouring keys as one vector.
 #pragma once
 
+#include <optional>
+#include <utility>
+
+#include "kv_layout.h"
 #include "primitive.h"
 
 namespace mlxserve {
@@ -12,13 +16,24 @@ struct KvPool {
   long pages, heads, page, dim;
   bool is_transposed;
 
-  long page_bytes() const { return heads * page * dim * (format == Format::float32 ? 4 : 2); }
+  // Of one head of a page.
+  long head_bytes() const {
+    if (is_quantized(format)) return page * kv_row_bytes(format, dim);
+    return page * dim * (format == Format::float32 ? 4 : 2);
+  }
+
+  KvPool at(const mx::array& pool) const {
+    KvPool placed = *this;
+    placed.data = const_cast<char*>(pool.data<char>());
+    return placed;
+  }
 
   // Writes one row [heads, dim] to a slot, rounded to the format of the pool.
   void write(long slot, const float* from) const {
     if (format == Format::float32) write_as<float>(slot, from);
     else if (format == Format::float16) write_as<mx::float16_t>(slot, from);
-    else write_as<mx::bfloat16_t>(slot, from);
+    else if (format == Format::bfloat16) write_as<mx::bfloat16_t>(slot, from);
+    else write_quantized(slot, from);
   }
 
  private:
@@ -31,13 +46,17 @@ struct KvPool {
       for (long d = 0; d < dim; ++d) to[d * stride] = static_cast<Item>(from[d]);
     }
   }
+  void write_quantized(long slot, const float* from) const;
 };
 
-// Views of arrays that require_pools has accepted; without data, their shapes.
-KvPool key_pool(const mx::array& pool, char* data = nullptr);
-KvPool value_pool(const mx::array& pool, char* data = nullptr);
+struct KvPools {
+  KvPool keys, values;
+};
 
-// Throws std::invalid_argument unless these are a key pool and a value pool of one layer.
-void require_pools(const char* op, const mx::array& k_pool, const mx::array& v_pool);
+// The pools of one layer, without their data. kv_bits: 0 for pools of floats, else 8 or 4; quantized pools do not
+// tell their dimensions, so key_dim is needed, and value_dim is taken from the size where it is 0.
+// Throws std::invalid_argument unless these are a key pool and a value pool of such a layer.
+KvPools kv_pools(const char* op, const mx::array& k_pool, const mx::array& v_pool, int kv_bits, long key_dim,
+                 long value_dim);
 
 }  // namespace mlxserve

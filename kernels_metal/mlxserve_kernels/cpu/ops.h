@@ -39,13 +39,14 @@ mx::array tiled_rows(const mx::array& ids, const mx::array& tiles, int group_siz
 
 mx::array resize_rows(mx::array a, int rows);
 std::pair<mx::array, mx::array> write_pages(const mx::array& k_pool, const mx::array& v_pool, const mx::array& k,
-                                            const mx::array& v, const mx::array& slot_mapping);
+                                            const mx::array& v, const mx::array& slot_mapping, int kv_bits);
 std::pair<mx::array, mx::array> copy_pages(const mx::array& k_pool, const mx::array& v_pool,
                                            const mx::array& source_ids, const mx::array& target_ids);
 
 mx::array paged_attention(const mx::array& q, const mx::array& k_pool, const mx::array& v_pool,
                           const mx::array& block_tables, const mx::array& q_starts, const mx::array& kv_lens,
-                          float scale, int window, float softcap, const std::optional<mx::array>& sinks);
+                          float scale, int window, float softcap, const std::optional<mx::array>& sinks,
+                          int kv_bits);
 
 // The weights of all experts: see ops.ExpertWeights.
 struct ExpertArrays {

@@ -84,11 +84,11 @@ class PagedAttention : public CpuPrimitive {
 
 mx::array paged_attention(const mx::array& q, const mx::array& k_pool, const mx::array& v_pool,
                           const mx::array& block_tables, const mx::array& q_starts, const mx::array& kv_lens,
-                          float scale, int window, float softcap, const std::optional<mx::array>& sinks) {
+                          float scale, int window, float softcap, const std::optional<mx::array>& sinks,
+                          int kv_bits) {
   const char* op = "paged_attention";
   require(q.dtype() == mx::float32 && q.ndim() == 3, op, ": q must be float32 [T, H, D]");
-  require_pools(op, k_pool, v_pool);
-  KvPool keys = key_pool(k_pool), values = value_pool(v_pool);
+  auto [keys, values] = kv_pools(op, k_pool, v_pool, kv_bits, q.shape(2), 0);
   require(keys.dim == q.shape(2), op, ": q has D of ", q.shape(2), ", k_pool ", keys.dim);
   require(keys.heads > 0 && keys.page > 0 && values.dim > 0, op, ": a pool has an empty axis");
   require(q.shape(1) > 0 && q.shape(1) % keys.heads == 0, op, ": H must be a multiple of H_kv ", keys.heads, ", got ",

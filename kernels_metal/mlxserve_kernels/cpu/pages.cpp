@@ -45,7 +45,7 @@ void write_rows(const KvPool& pool, const void* rows, mx::Dtype dtype, const int
 
 class WritePages : public CpuPrimitive {
  public:
-  using CpuPrimitive::CpuPrimitive;
+  WritePages(mx::Stream stream, const KvPools& pools) : CpuPrimitive(stream), pools_(pools) {}
 
   const char* name() const override { return "MlxserveWritePages"; }
 
@@ -54,9 +54,8 @@ class WritePages : public CpuPrimitive {
     auto& encoder = mx::cpu::get_command_encoder(stream());
     alias("write_pages", inputs, outputs);
     mx::array k = dense(inputs[2], encoder), v = dense(inputs[3], encoder), slots = dense(inputs[4], encoder);
-    encoder.dispatch([keys = key_pool(outputs[0], outputs[0].data<char>()),
-                      values = value_pool(outputs[1], outputs[1].data<char>()), k_from = k.data<char>(),
-                      v_from = v.data<char>(), k_dtype = k.dtype(), v_dtype = v.dtype(), at = slots.data<int>(),
+    encoder.dispatch([keys = pools_.keys.at(outputs[0]), values = pools_.values.at(outputs[1]),
+                      k_from = k.data<char>(), v_from = v.data<char>(), k_dtype = k.dtype(), v_dtype = v.dtype(), at = slots.data<int>(),
                       count = long(slots.size())] {
       for (long t = 0; t < count; ++t)
         require(at[t] >= 0 && at[t] < keys.pages * keys.page, "write_pages: slot_mapping[", t, "] is ", at[t],
@@ -65,6 +64,9 @@ class WritePages : public CpuPrimitive {
       write_rows(values, v_from, v_dtype, at, count);
     });
   }
+
+ private:
+  KvPools pools_;
 };
 
 class CopyPages : public CpuPrimitive {
@@ -78,19 +80,19 @@ class CopyPages : public CpuPrimitive {
     auto& encoder = mx::cpu::get_command_encoder(stream());
     alias("copy_pages", inputs, outputs);
     mx::array sources = dense(inputs[2], encoder), targets = dense(inputs[3], encoder);
-    encoder.dispatch([keys = key_pool(outputs[0], outputs[0].data<char>()),
-                      values = value_pool(outputs[1], outputs[1].data<char>()), from = sources.data<int>(),
-                      to = targets.data<int>(), count = long(sources.size())] {
+    long pages = outputs[0].shape(0);
+    auto page_bytes = [&](int i) { return pages ? long(outputs[i].nbytes()) / pages : 0; };
+    encoder.dispatch([pages, keys = outputs[0].data<char>(), values = outputs[1].data<char>(), key_bytes = page_bytes(0),
+                      value_bytes = page_bytes(1), from = sources.data<int>(), to = targets.data<int>(),
+                      count = long(sources.size())] {
       for (long i = 0; i < count; ++i) {
-        require(from[i] >= 0 && from[i] < keys.pages, "copy_pages: source_ids[", i, "] is ", from[i],
-                ", the pool has ", keys.pages, " pages");
-        require(to[i] >= 0 && to[i] < keys.pages, "copy_pages: target_ids[", i, "] is ", to[i], ", the pool has ",
-                keys.pages, " pages");
+        require(from[i] >= 0 && from[i] < pages, "copy_pages: source_ids[", i, "] is ", from[i], ", the pool has ",
+                pages, " pages");
+        require(to[i] >= 0 && to[i] < pages, "copy_pages: target_ids[", i, "] is ", to[i], ", the pool has ", pages,
+                " pages");
       }
-      for (const KvPool& pool : {keys, values})
-        for (long i = 0; i < count; ++i)
-          std::memmove(pool.data + to[i] * pool.page_bytes(), pool.data + from[i] * pool.page_bytes(),
-                       pool.page_bytes());
+      for (auto [pool, bytes] : {std::pair{keys, key_bytes}, {values, value_bytes}})
+        for (long i = 0; i < count; ++i) std::memmove(pool + to[i] * bytes, pool + from[i] * bytes, bytes);
     });
   }
 };
@@ -109,24 +111,25 @@ std::pair<mx::array, mx::array> lazy_write(std::shared_ptr<mx::Primitive> primit
 }  // namespace
 
 std::pair<mx::array, mx::array> write_pages(const mx::array& k_pool, const mx::array& v_pool, const mx::array& k,
-                                            const mx::array& v, const mx::array& slot_mapping) {
+                                            const mx::array& v, const mx::array& slot_mapping, int kv_bits) {
   const char* op = "write_pages";
-  require_pools(op, k_pool, v_pool);
-  KvPool keys = key_pool(k_pool), values = value_pool(v_pool);
   format_of(k, op, "k");
   format_of(v, op, "v");
   require(k.ndim() == 3 && v.ndim() == 3 && k.shape(0) == v.shape(0), op, ": k and v must be [T, heads, D]");
+  KvPools pools = kv_pools(op, k_pool, v_pool, kv_bits, k.shape(2), v.shape(2));
+  const auto& [keys, values] = pools;
   require(k.shape(1) == keys.heads && v.shape(1) == keys.heads, op, ": k and v must have ", keys.heads, " heads");
   require(k.shape(2) == keys.dim && v.shape(2) == values.dim, op, ": k and v must have D of ", keys.dim, " and ",
           values.dim);
   require_ids(op, "slot_mapping", slot_mapping, k.shape(0));
-  return lazy_write(std::make_shared<WritePages>(cpu_stream()), {k_pool, v_pool, k, v, slot_mapping});
+  return lazy_write(std::make_shared<WritePages>(cpu_stream(), pools), {k_pool, v_pool, k, v, slot_mapping});
 }
 
 std::pair<mx::array, mx::array> copy_pages(const mx::array& k_pool, const mx::array& v_pool,
                                            const mx::array& source_ids, const mx::array& target_ids) {
   const char* op = "copy_pages";
-  require_pools(op, k_pool, v_pool);
+  require(k_pool.ndim() >= 1 && v_pool.ndim() >= 1 && k_pool.shape(0) == v_pool.shape(0), op,
+          ": pools differ in pages, or have none");
   require(source_ids.ndim() == 1, op, ": source_ids must be int32 [C]");
   require_ids(op, "source_ids", source_ids, source_ids.shape(0));
   require_ids(op, "target_ids", target_ids, source_ids.shape(0));
