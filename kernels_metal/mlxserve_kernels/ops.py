@@ -4,8 +4,8 @@ arguments are of a kind that it has; all else runs the twin in ``reference``, th
 The extension has: float32 activations; affine weights of 2, 3, 4, 5, 6 or 8 bits with groups of 32, 64 or
 128; mxfp4, mxfp8 and nvfp4 weights (K a multiple of 32); dense weights and KV pools of float32, float16 or
 bfloat16, and quantized KV pools. There the result of a row does not depend on the other rows of the call, on
-its place among them, on page placement or on the number of threads: its bits are equal. quantized_matmul, linear, rms_norm and
-silu_mul have gradients, by mlx's own ops; one of quantized weights raises ValueError.
+its place among them, on page placement or on the number of threads: its bits are equal. quantized_matmul,
+linear, rms_norm and silu_mul have gradients, by mlx's own ops; one of quantized weights raises ValueError.
 
 All functions are lazy as mlx ops are. The extension raises ValueError at the call for wrong shapes and
 dtypes, and RuntimeError when the result is evaluated for wrong *values* of index arrays, such as a slot

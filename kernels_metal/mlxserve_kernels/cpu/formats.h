@@ -34,7 +34,6 @@ INLINE vi unpack(const uint8_t* row, long k) {
 #endif
 }
 
-INLINE vf to_floats(vi q) { return __builtin_convertvector(q, vf); }
 
 // The share of the chunk at k of `count` rows of `size` bytes, `ahead` rows on.
 INLINE void prefetch_rows(const uint8_t* row, long size, long begin, long length, long ahead, long count) {

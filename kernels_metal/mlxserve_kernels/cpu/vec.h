@@ -28,6 +28,8 @@ INLINE vf load(const float* p) { return (vf) * (const vf_unaligned*)p; }
 INLINE void store(float* p, vf v) { *(vf_unaligned*)p = (vf_unaligned)v; }
 INLINE vf splat(float x) { return x - (vf){}; }
 
+INLINE vf to_floats(vi q) { return __builtin_convertvector(q, vf); }
+
 INLINE vf fma(vf a, vf b, vf c) {
 #if defined(MLXSERVE_AVX512)
   return _mm512_fmadd_ps(a, b, c);

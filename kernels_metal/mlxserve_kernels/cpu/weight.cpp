@@ -58,7 +58,9 @@ long value_bits(Format f) {
     case Format::affine3: return 3;
     case Format::affine2: return 2;
     case Format::tiles4:
-    case Format::tiles8: break;  // no rows of their own
+    case Format::tiles8:
+    case Format::kv8:
+    case Format::kv4: break;  // no rows of their own
   }
   return 0;
 }

@@ -21,15 +21,6 @@ INLINE vi load_unsigned(const uint8_t* p) {
 #endif
 }
 
-INLINE vf to_floats(vi x) {
-#if defined(MLXSERVE_AVX512)
-  return _mm512_cvtepi32_ps((__m512i)x);
-#elif defined(MLXSERVE_AVX2)
-  return _mm256_cvtepi32_ps((__m256i)x);
-#else
-  return (vf){(float)x[0], (float)x[1], (float)x[2], (float)x[3]};
-#endif
-}
 
 // The W keys of a page's head from row `at` on: vector d goes to to + d * stride.
 static void widen_keys(Format format, const uint8_t* head, long page, long dim, long at, float* to, long stride) {
