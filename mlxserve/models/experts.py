@@ -83,22 +83,21 @@ def expert_weights(layer: nn.Module) -> ExpertWeights | None:
     )
 
 
-def tile_expert_weights(layer: nn.Module) -> None:
-    """Put a quantized layer of experts, on float32 activations, into tiles where the kernels take it so; its
-    own arrays are let go."""
-    if not is_quantized_switch_linear(layer):
-        return
+def put_in_tiles(layer: nn.Module) -> bool:
+    """Replace the affine weights of a quantized layer, of experts or not, by tiles where the kernels take
+    them so. Needs float32 activations; the layer's own arrays are let go."""
     weight, scales, biases = layer["weight"], layer["scales"], layer.get("biases")
     if not ops.can_tile(
-        scales, biases, weight.shape[1], group_size=layer.group_size, bits=layer.bits, mode=layer.mode
+        scales, biases, weight.shape[-2], group_size=layer.group_size, bits=layer.bits, mode=layer.mode
     ):
-        return
-    parts = (part.flatten(0, 1) for part in (weight, scales, biases))
-    tiles = ops.pack_tiles(*parts, group_size=layer.group_size, bits=layer.bits)
-    layer["tiles"] = tiles.reshape(weight.shape[0], -1, *tiles.shape[1:])
+        return False
+    rows = (part.reshape(-1, part.shape[-1]) for part in (weight, scales, biases))
+    tiles = ops.pack_tiles(*rows, group_size=layer.group_size, bits=layer.bits)
+    layer["tiles"] = tiles.reshape(*weight.shape[:-2], -1, *tiles.shape[1:])
     object.__setattr__(layer, "scale_dtype", scales.dtype)
     for name in ("weight", "scales", "biases"):
         del layer[name]
+    return True
 
 
 @dataclass(frozen=True, slots=True)

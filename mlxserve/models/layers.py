@@ -6,7 +6,7 @@ from __future__ import annotations
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxserve.models.experts import use_expert_kernels
+from mlxserve.models.experts import is_quantized_switch_linear, put_in_tiles, use_expert_kernels
 from mlxserve_kernels import ops
 
 
@@ -130,20 +130,13 @@ _TILED_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def tile_weights(layer: nn.Module) -> None:
-    """Put an affine layer of ours, on float32 activations, into tiles where the kernels take it so; its own
-    arrays are let go."""
+    """``put_in_tiles`` for layers of ours; every other module stays as it is."""
     tiled = _TILED_CLASSES.get(type(layer))
     if tiled is None:
-        return
-    scales, biases, bits, group_size = layer["scales"], layer.get("biases"), layer.bits, layer.group_size
-    num_rows = layer["weight"].shape[0]
-    if not ops.can_tile(scales, biases, num_rows, group_size=group_size, bits=bits, mode=layer.mode):
-        return
-    layer["tiles"] = ops.pack_tiles(layer["weight"], scales, biases, group_size=group_size, bits=bits)
-    object.__setattr__(layer, "scale_dtype", scales.dtype)
-    for name in ("weight", "scales", "biases"):
-        del layer[name]
-    layer.__class__ = tiled
+        if is_quantized_switch_linear(layer):
+            put_in_tiles(layer)
+    elif put_in_tiles(layer):
+        layer.__class__ = tiled
 
 
 class KernelRMSNorm(nn.RMSNorm):

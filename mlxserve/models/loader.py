@@ -19,7 +19,7 @@ from mlx.utils import tree_flatten
 from mlxserve.errors import MlxserveError, ModelLoadError, UnsupportedModelError
 from mlxserve.json_file import read_json_object
 from mlxserve.models.architectures import config_fields
-from mlxserve.models.experts import is_quantized_switch_linear, is_switch_linear, tile_expert_weights
+from mlxserve.models.experts import is_quantized_switch_linear, is_switch_linear
 from mlxserve.models.fused import fuse_blocks, unfuse_blocks
 from mlxserve.models.layers import (
     KernelEmbedding,
@@ -210,12 +210,12 @@ def _evaluate_by_layer(module: nn.Module, dtype: mx.Dtype) -> None:
     """Read the weights array by array into the memory that kernels read best, so that no more than one
     array is held twice."""
     for _, layer in module.named_modules():
-        for name, array in list(layer.items()):
-            if isinstance(array, mx.array) and array.ndim:
-                layer[name] = ops.resize_rows(array, array.shape[0])
         if dtype == mx.float32:
             tile_weights(layer)
-            tile_expert_weights(layer)
+        for name, array in list(layer.items()):
+            # Tiles are there already.
+            if isinstance(array, mx.array) and array.ndim and name != "tiles":
+                layer[name] = ops.resize_rows(array, array.shape[0])
     mx.eval(module.parameters())
 
 

@@ -83,8 +83,6 @@ AttentionPlan plan_attention(const AttentionCall& call) {
   return plan;
 }
 
-std::size_t aligned(std::size_t floats) { return (floats + 15) / 16 * 16; }
-
 // What all threads of a run share.
 struct Run {
   const DecoderStack& stack;

@@ -12,12 +12,6 @@
 namespace mlxserve {
 namespace {
 
-mx::array ready(const mx::array& a) {
-  mx::array whole = mx::contiguous(a);
-  whole.eval();
-  return whole;
-}
-
 bool has_same_angles(const Rope& a, const Rope& b) {
   return a.position_scale == b.position_scale && a.half() == b.half() &&
          std::memcmp(a.inverse_frequencies.data<float>(), b.inverse_frequencies.data<float>(),

@@ -14,8 +14,6 @@ namespace {
 // At most: two packings, two products, one end.
 constexpr long kPhases = 5;
 
-std::size_t aligned(std::size_t floats) { return (floats + 15) / 16 * 16; }
-
 // Which arrays of a primitive a matrix reads, in this order: w; scales of quantized formats and
 // biases of affine ones; a bias.
 struct Layout {

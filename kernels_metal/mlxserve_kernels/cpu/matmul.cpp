@@ -5,6 +5,7 @@
 #include "ops.h"
 #include "pool.h"
 #include "primitive.h"
+#include "tiles_view.h"
 #include "weight.h"
 
 namespace mlxserve {
@@ -148,6 +149,12 @@ mx::array quantized_matmul(const mx::array& x, const mx::array& w, const mx::arr
   return lazy_matmul(std::move(inputs), shape);
 }
 
+mx::array lazy_rows(std::vector<mx::array> inputs, const Weight& shape) {
+  mx::Shape out = inputs[0].shape();
+  out.push_back(static_cast<mx::ShapeElem>(shape.k));
+  return mx::array(std::move(out), mx::float32, std::make_shared<EmbedRows>(cpu_stream(), shape), std::move(inputs));
+}
+
 mx::array embed_rows(const mx::array& ids, const mx::array& w, const std::optional<mx::array>& scales,
                      const std::optional<mx::array>& biases, int group_size, int bits, const std::string& mode) {
   const char* op = "embed_rows";
@@ -162,9 +169,7 @@ mx::array embed_rows(const mx::array& ids, const mx::array& w, const std::option
     require(w.ndim() == 2 && w.shape(1) > 0, op, ": w must be [N, K]");
     shape = {format_of(w, op, "w"), w.shape(0), w.shape(1), nullptr, 0, Format::float32, nullptr, nullptr};
   }
-  mx::Shape out = ids.shape();
-  out.push_back(static_cast<mx::ShapeElem>(shape.k));
-  return mx::array(std::move(out), mx::float32, std::make_shared<EmbedRows>(cpu_stream(), shape), std::move(inputs));
+  return lazy_rows(std::move(inputs), shape);
 }
 
 mx::array linear(const mx::array& x, const mx::array& w) {

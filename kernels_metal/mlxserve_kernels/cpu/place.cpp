@@ -102,8 +102,7 @@ mx::array resize_rows(mx::array a, int rows) {
   shape[0] = rows;
   mx::array out = placed(std::move(shape), a.dtype());
   if (int kept = std::min(rows, a.shape(0)); kept && a.size()) {
-    a = mx::contiguous(a);
-    a.eval();
+    a = ready(a);
     std::memcpy(out.data<char>(), a.data<char>(), a.nbytes() / a.shape(0) * kept);
   }
   return out;

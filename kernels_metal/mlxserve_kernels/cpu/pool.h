@@ -15,6 +15,9 @@ int num_threads();
 // thread alone. Safe after a fork: the child starts its own threads.
 void parallel_for(long count, const std::function<void(long)>& work);
 
+// Floats up to a whole cache line.
+inline std::size_t aligned(std::size_t floats) { return (floats + 15) / 16 * 16; }
+
 // At least `floats` floats of this thread, aligned to 64 bytes; kept until the thread ends. Three slots: 0 for
 // the work of one task, 1 and 2 for what tasks of one primitive share.
 float* scratch(int slot, std::size_t floats);

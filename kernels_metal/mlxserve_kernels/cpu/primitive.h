@@ -46,6 +46,9 @@ inline mx::Stream cpu_stream() { return mx::to_stream({}, mx::Device::cpu); }
 // `a` itself where its rows are contiguous, else a copy made on the stream, alive until its tasks are done.
 mx::array dense(const mx::array& a, mx::cpu::CommandEncoder& encoder);
 
+// `a` with contiguous rows, evaluated.
+mx::array ready(const mx::array& a);
+
 // A zeroed array in memory of large pages.
 mx::array placed(mx::Shape shape, mx::Dtype dtype);
 

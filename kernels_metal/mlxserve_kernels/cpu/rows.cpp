@@ -152,6 +152,12 @@ mx::array dense(const mx::array& a, mx::cpu::CommandEncoder& encoder) {
   return out;
 }
 
+mx::array ready(const mx::array& a) {
+  mx::array whole = mx::contiguous(a);
+  whole.eval();
+  return whole;
+}
+
 mx::array rms_norm(const mx::array& x, const std::optional<mx::array>& weight, float eps) {
   require(x.dtype() == mx::float32 && x.ndim() >= 1 && x.shape(-1) > 0, "rms_norm: x must be float32 [..., K]");
   std::vector<mx::array> inputs{x};

@@ -8,17 +8,12 @@
 #include "pool.h"
 #include "primitive.h"
 #include "tiles_view.h"
+#include "weight.h"
 
 namespace mlxserve {
 namespace {
 
 std::atomic<long> digits_in_use{3};
-
-mx::array ready(const mx::array& a) {
-  mx::array whole = mx::contiguous(a);
-  whole.eval();
-  return whole;
-}
 
 // Calls move(offset in the tiles, row, first column) for each run of 4 columns of one row.
 template <class Move>
@@ -86,31 +81,6 @@ class TiledMatmul : public CpuPrimitive {
     });
   }
 
-  Weight shape_;
-};
-
-class TiledRows : public CpuPrimitive {
- public:
-  TiledRows(mx::Stream stream, Weight shape) : CpuPrimitive(stream), shape_(shape) {}
-
-  const char* name() const override { return "MlxserveTiledRows"; }
-
-  // inputs: ids, tiles.
-  void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
-    auto& encoder = mx::cpu::get_command_encoder(stream());
-    allocate(outputs[0]);
-    mx::array ids = dense(inputs[0], encoder), tiles = dense(inputs[1], encoder);
-    Weight w = shape_;
-    w.data = tiles.data<char>();
-    encoder.dispatch([w, at = ids.data<int>(), to = outputs[0].data<float>(), count = long(ids.size())] {
-      for (long i = 0; i < count; ++i) {
-        require(at[i] >= -w.n && at[i] < w.n, "embed_rows: id ", at[i], " at ", i, ", the table has ", w.n, " rows");
-        kernels().read_row(w, at[i] < 0 ? at[i] + w.n : at[i], to + i * w.k);
-      }
-    });
-  }
-
- private:
   Weight shape_;
 };
 
@@ -212,9 +182,7 @@ mx::array tiled_rows(const mx::array& ids, const mx::array& tiles, int group_siz
   const char* op = "embed_rows";
   Weight w = tiles_view(op, tiles, group_size, bits, scale_dtype);
   require(ids.dtype() == mx::int32, op, ": ids must be int32");
-  mx::Shape out = ids.shape();
-  out.push_back(static_cast<mx::ShapeElem>(w.k));
-  return mx::array(std::move(out), mx::float32, std::make_shared<TiledRows>(cpu_stream(), w), {ids, tiles});
+  return lazy_rows({ids, tiles}, w);
 }
 
 }  // namespace mlxserve
