@@ -15,6 +15,7 @@ namespace {
 
 constexpr long kColumns = 16;      // columns that one unit of work has at least, with few rows
 constexpr long kTileColumns = 32;  // columns of a unit, with many rows and all weights in tiles
+constexpr long kMaxRowsAhead = 64;    // rows of more work than their keys and values take time
 constexpr long kPartRows = 128;    // rows of a unit of work, with many
 
 // One thread of a run.
@@ -25,6 +26,7 @@ class Worker {
 
   void work() {
     start();
+    look_ahead(0);
     for (std::size_t i = 0; i < run_.stack.layers.size(); ++i) {
       const DecoderLayer& l = run_.stack.layers[i];
       attention_block(l, i);
@@ -76,8 +78,19 @@ class Worker {
       for (long row = begin; row < end; ++row) finish_keys(l, index, row);
     });
     attend(l, index);
+    look_ahead(index + 1);
     prepare(run_.attended, l.o->w.k, {}, {&*l.o});
     project_and_add(l, *l.o, l.post_attention_norm);
+  }
+
+  // From here on products ask for the keys and values of this layer.
+  void look_ahead(std::size_t index) {
+    ahead_ = {};
+    if (index == run_.stack.layers.size() || rows_ > kMaxRowsAhead) return;
+    const KvPools& pools = run_.step.pools[index];
+    const std::vector<long>& heads = run_.plans[run_.plan_of[index]].heads_ahead;
+    ahead_ = {pools.keys.data,     pools.values.data, pools.keys.head_bytes(), pools.values.head_bytes(),
+              heads.data(), long(heads.size()), &run_.ahead_next[index]};
   }
 
   void mlp_block(const DecoderLayer& l) {
@@ -213,11 +226,10 @@ class Worker {
   }
 
   void project(const Matrix& m, float* y, const Range& rows, const Range& cols) {
-    MatmulTile tile{from_, y, m.w.n, rows.begin, rows.end, cols.begin, cols.end};
+    MatmulTile tile{from_, y, m.w.n, rows.begin, rows.end, cols.begin, cols.end,
+                    ahead_.count ? &ahead_ : nullptr};
     if (is_tiled(m.w.format)) {
-      float* panel = private_ + aligned(std::max(kMaxDirectRows, use_.row_tile) * run_.stack.widest) +
-                     run_.digit_floats(run_.is_few() ? rows_ : 0);
-      use_.tile_matmul(m.w, integers(), run_.digits, tile, panel);
+      use_.tile_matmul(m.w, integers(), run_.digits, tile);
     } else if (!run_.is_few()) {
       use_.matmul_panel(m.w, tile, run_.packed, private_);
     } else {
@@ -316,6 +328,8 @@ class Worker {
   const long rows_;
   float* const private_;
   long phase_ = 0;
+
+  KeysAhead ahead_{};
 
   // The input of the next projections.
   const float* from_ = nullptr;

@@ -17,9 +17,28 @@ bool has_same_plan(const Attention& a, const Attention& b) {
          a.value_dim == b.value_dim && a.page == b.page && a.format == b.format;
 }
 
-AttentionPlan plan_attention(const AttentionCall& call) {
+// The heads of all pages in sight, as far as caches may hold them until attention begins.
+std::vector<long> heads_ahead(const AttentionCall& call, long bytes_of_a_head) {
+  constexpr long kCacheBytes = 8L << 20;
+  const Attention& a = call.a;
+  std::vector<long> heads;
+  for (long s = 0; s < call.sequences; ++s) {
+    long rows = call.q_starts[s + 1] - call.q_starts[s], keys = call.kv_lens[s];
+    if (rows == 0) continue;
+    long first = a.window ? std::max(0L, keys - rows + 1 - a.window) : 0;
+    for (long i = first / a.page; i * a.page < keys; ++i)
+      for (long head = 0; head < a.kv_heads; ++head) {
+        if (long(heads.size() + 1) * bytes_of_a_head > kCacheBytes) return heads;
+        heads.push_back(a.block_tables[s * a.max_pages + i] * a.kv_heads + head);
+      }
+  }
+  return heads;
+}
+
+AttentionPlan plan_attention(const AttentionCall& call, const KvPools& pools) {
   const Kernels& use = kernels();
-  AttentionPlan plan{call, attention_items(call), {}, {}, 0, 0};
+  AttentionPlan plan{call, attention_items(call), {}, {}, 0, 0, {}};
+  plan.heads_ahead = heads_ahead(call, pools.keys.head_bytes() + pools.values.head_bytes());
   long max_rows = 0;
   bool has_splits = false;
   for (const AttentionItem& item : plan.items) {
@@ -70,8 +89,9 @@ void Run::plan() {
     auto found = std::find_if(plans.begin(), plans.end(),
                               [&](const AttentionPlan& p) { return has_same_plan(p.call.a, call.a); });
     plan_of.push_back(found - plans.begin());
-    if (found == plans.end()) plans.push_back(plan_attention(call));
+    if (found == plans.end()) plans.push_back(plan_attention(call, step.pools[i]));
   }
+  ahead_next.resize(stack.layers.size());
   for (const AttentionPlan& each : plans)
     if (!each.tasks.empty()) max_items = std::max(max_items, long(each.items.size()));
   splits_left = std::vector<std::atomic<int>>(max_items * stack.layers.size());
@@ -105,9 +125,7 @@ void Run::place() {
   }
   std::size_t normed_floats = aligned(std::max(kMaxDirectRows, use.row_tile) * stack.widest);
   private_floats = std::max(private_floats, normed_floats);
-  if (stack.has_tiles)
-    private_floats = std::max(private_floats, normed_floats + digit_floats(is_few() ? rows : 0) +
-                                                  aligned(use.tile_panel_bytes(stack.widest) / sizeof(float)));
+  if (stack.has_tiles && is_few()) private_floats = std::max(private_floats, normed_floats + digit_floats(rows));
   if (!is_few() && stack.has_plain) private_floats = std::max(private_floats, use.panel_floats(stack.widest));
   std::size_t expert_sizes[6] = {};
   place_experts(expert_sizes, sizes[7]);

@@ -33,6 +33,7 @@ struct AttentionPlan {
   std::vector<SplitTask> tasks;      // empty: items are done whole
   std::vector<std::size_t> offsets;  // of the first partial result of each item
   std::size_t partial_floats = 0, scratch_floats = 0;
+  std::vector<long> heads_ahead;  // what to ask for before attention begins, see KeysAhead
 };
 
 AttentionCall attention_call(const DecoderLayer& l, const Step& step, const KvPools& pools);
@@ -53,6 +54,7 @@ class Run {
   std::vector<long> plan_of;
   std::vector<std::atomic<int>> splits_left;  // [layer][item]
   long max_items = 0;
+  std::vector<long> ahead_next;  // [layer], see KeysAhead
   std::size_t private_floats = 0;
   const long digits = num_digits();
   float *angles, *q, *k, *v, *attended, *sum, *gate, *up, *packed, *integers, *partials;

@@ -51,8 +51,7 @@ long Grouping::max_packed_rows() const {
 
 std::size_t expert_scratch_floats(long k) {
   const Kernels& use = kernels();
-  std::size_t panel = std::max(use.panel_floats(k), has_tiles() ? use.tile_panel_bytes(k) / sizeof(float) : 0);
-  return std::max<std::size_t>(std::max(use.block_rows, use.row_tile) * k, panel);
+  return std::max<std::size_t>(std::max(use.block_rows, use.row_tile) * k, use.panel_floats(k));
 }
 
 std::size_t expert_input_floats(const Grouping& grouping, long packed_rows, long k, bool is_tiled) {

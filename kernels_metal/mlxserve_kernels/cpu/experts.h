@@ -160,7 +160,7 @@ class ExpertWorker {
   void multiply(const ExpertMatrix& m, float* y, const Grouping::Group& group, const Range& rows, const Range& cols) {
     MatmulTile tile{nullptr, y + group.begin * m.w.n, m.w.n, rows.begin, rows.end, cols.begin, cols.end};
     if (is_tiled(m.w.format)) {
-      use_.tile_matmul(m.of(group.expert), integers(group.begin), digits_, tile, own_);
+      use_.tile_matmul(m.of(group.expert), integers(group.begin), digits_, tile);
     } else if (!group.is_few()) {
       copied_ = nullptr;
       use_.matmul_panel(m.of(group.expert), tile, packed_ + use_.packed_floats(group.packed, k_), own_);

@@ -42,12 +42,10 @@ const Kernels kernels = {
 #if defined(MLXSERVE_AVX512)
     .digit_bytes = digit_bytes,
     .to_digits = to_digits,
-    .tile_panel_bytes = tile_panel_bytes,
     .tile_matmul = tile_matmul,
 #else
     .digit_bytes = nullptr,
     .to_digits = nullptr,
-    .tile_panel_bytes = nullptr,
     .tile_matmul = nullptr,
 #endif
     .read_row = read_row,

@@ -49,6 +49,16 @@ inline long tile_group_bytes(const Weight& w) {
   return tile_head_bytes(w) + kTile * w.group / (w.format == Format::tiles4 ? 2 : 1);
 }
 
+// Keys and values that attention will read soon. A product of several rows leaves memory idle, so it asks for them
+// on the way, a head of a page at a time.
+struct KeysAhead {
+  const char *keys, *values;
+  long key_bytes, value_bytes;  // of a head of a page
+  const long* heads;            // page * kv_heads + head
+  long count;
+  long* next;  // the first that nobody has asked for: keys and values count for one each; shared by threads
+};
+
 // A rectangle of y[M, N] = x[M, K] @ w[N, K]^T to compute; y has ld columns.
 struct MatmulTile {
   const float* x;
@@ -56,6 +66,7 @@ struct MatmulTile {
   long ld;
   long row_begin, row_end;
   long col_begin, col_end;
+  const KeysAhead* ahead = nullptr;  // for tiled weights
 };
 
 struct Attention {
@@ -122,8 +133,7 @@ struct Kernels {
   // (1 to 3) digits once, K being a multiple of 32; columns of a tile begin and end with a tile.
   std::size_t (*digit_bytes)(long rows, long k, long digits);
   void (*to_digits)(const float* x, long rows, long k, long digits, void* to);
-  std::size_t (*tile_panel_bytes)(long k);
-  void (*tile_matmul)(const Weight&, const void* x, long digits, const MatmulTile&, void* panel);
+  void (*tile_matmul)(const Weight&, const void* x, long digits, const MatmulTile&);
 
   // Row n of a weight, dequantized.
   void (*read_row)(const Weight&, long n, float* to);

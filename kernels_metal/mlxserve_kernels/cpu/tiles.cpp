@@ -77,7 +77,7 @@ class TiledMatmul : public CpuPrimitive {
     parallel_for((w.n + columns - 1) / columns * parts, [&](long task) {
       long col = task / parts * columns, row = task % parts * kPartRows;
       MatmulTile tile{nullptr, y, w.n, row, std::min(row + kPartRows, rows), col, std::min(col + columns, w.n)};
-      use.tile_matmul(w, integers, digits, tile, scratch(0, use.tile_panel_bytes(w.k) / sizeof(float) + 16));
+      use.tile_matmul(w, integers, digits, tile);
     });
   }
 

@@ -81,20 +81,37 @@ static void to_digits(const float* x, long rows, long k, long digits, void* to) 
   else rows_to_digits<1>(x, rows, k, (char*)to);
 }
 
-// Where the integers of some tiles are: in the tiles themselves, or unpacked to bytes in a panel.
-struct TileSource {
-  const char* data;
-  long tile_bytes, group_bytes;
-};
-
 INLINE __m512i bytes_of(const char* at) { return _mm512_loadu_si512(at); }
 
-// M rows of x times T tiles; P digits; the integers are NIBBLES or bytes, centered at 8 or at 128.
-template <int P, bool IS_4BIT, bool NIBBLES, int M, int T>
-static void tile_block(const Weight& w, const char* tiles, const TileSource& source, const char* x, long x_row,
-                       float* y, long ld) {
+// Memory to ask for on the way: some lines for each group of columns.
+struct Fetch {
+  const char *at = nullptr, *end = nullptr;
+  long step = 0;  // bytes
+};
+
+INLINE long line_bytes(long bytes) { return ceil_div(bytes, 64) * 64; }
+
+INLINE void fetch_some(Fetch& fetch) {
+  const char* until = fetch.at + least(fetch.step, fetch.end - fetch.at);
+  for (; fetch.at < until; fetch.at += 64) __builtin_prefetch(fetch.at, 0, 2);
+}
+
+INLINE Fetch next_of(const KeysAhead* ahead, long groups) {
+  if (!ahead || __atomic_load_n(ahead->next, __ATOMIC_RELAXED) >= 2 * ahead->count) return {};
+  const long i = __atomic_fetch_add(ahead->next, 1, __ATOMIC_RELAXED);
+  if (i >= 2 * ahead->count) return {};
+  const long bytes = i % 2 ? ahead->value_bytes : ahead->key_bytes;
+  const char* at = (i % 2 ? ahead->values : ahead->keys) + ahead->heads[i / 2] * bytes;
+  return {at, at + bytes, line_bytes(ceil_div(bytes, groups))};
+}
+
+// M rows of x times T tiles; P digits.
+template <int P, bool IS_4BIT, int M, int T>
+static void tile_block(const Weight& w, const char* tiles, const char* x, long x_row, float* y, long ld,
+                       Fetch tiles_ahead, Fetch keys_ahead) {
   const long group_bytes = tile_group_bytes(w), tile_bytes = w.k / w.group * group_bytes;
-  const long step = NIBBLES ? 8 : 4;  // values of k in 64 bytes
+  const long head_bytes = tile_head_bytes(w);
+  const long step = IS_4BIT ? 8 : 4;  // values of k in 64 bytes
   const float center = IS_4BIT ? 8.0f : 128.0f;
   vf sums[M][T], scale[T], bias[T];
 #pragma GCC unroll 8
@@ -102,6 +119,7 @@ static void tile_block(const Weight& w, const char* tiles, const TileSource& sou
 #pragma GCC unroll 8
     for (int t = 0; t < T; ++t) sums[m][t] = (vf){};
   for (long group = 0; group < w.k / w.group; ++group) {
+    if constexpr (M > 1) fetch_some(tiles_ahead), fetch_some(keys_ahead);
     const char* data[T];
 #pragma GCC unroll 8
     for (int t = 0; t < T; ++t) {
@@ -114,7 +132,7 @@ static void tile_block(const Weight& w, const char* tiles, const TileSource& sou
         scale[t] = load((const float*)head), bias[t] = load((const float*)head + 16);
       }
       bias[t] = fma(scale[t], splat(center), bias[t]);
-      data[t] = source.data + t * source.tile_bytes + group * source.group_bytes;
+      data[t] = head + head_bytes;
     }
     for (long k = 0; k < w.group; k += XB, x += x_block_bytes(P)) {
       __m512i acc[M][T][P];
@@ -143,7 +161,7 @@ static void tile_block(const Weight& w, const char* tiles, const TileSource& sou
 #pragma GCC unroll 8
       for (long at = 0; at < XB; at += step) {
         __m512i values[T];
-        if constexpr (NIBBLES) {
+        if constexpr (IS_4BIT) {
           const __m512i low = _mm512_set1_epi8(15);
           __m512i both[T];
 #pragma GCC unroll 8
@@ -185,63 +203,53 @@ static void tile_block(const Weight& w, const char* tiles, const TileSource& sou
     for (int t = 0; t < T; ++t) store(y + m * ld + t * kTile, sums[m][t]);
 }
 
-// The integers of one tile as bytes, [K / 4][16][4].
-static void unpack_tile(const Weight& w, const char* tile, char* to) {
-  const long head = tile_head_bytes(w);
-  const __m512i low = _mm512_set1_epi8(15);
-  for (long group = 0; group < w.k / w.group; ++group, tile += tile_group_bytes(w))
-    for (long k = 0; k < w.group; k += 8, to += 128) {
-      __m512i both = bytes_of(tile + head + k * 8);
-      _mm512_storeu_si512(to, _mm512_and_si512(both, low));
-      _mm512_storeu_si512(to + 64, _mm512_and_si512(_mm512_srli_epi16(both, 4), low));
+// Rows that share tiles leave memory idle after the first of them: these ask for the tiles behind, all of them for
+// keys and values. One row alone reads weights as fast as they come.
+template <int P, bool IS_4BIT, int T>
+INLINE void tile_rows(const Weight& w, const char* tiles, bool is_last, const char* x, const MatmulTile& tile,
+                      long rows, float* y) {
+  const long x_row = w.k / XB * x_block_bytes(P), groups = w.k / w.group, bytes = T * groups * tile_group_bytes(w);
+  for (long row = 0; row < rows; row += 4) {
+    Fetch next, keys;
+    if (rows > 1) {
+      if (row == 0 && !is_last) next = {tiles + bytes, tiles + 2 * bytes, line_bytes(T * tile_group_bytes(w))};
+      keys = next_of(tile.ahead, groups);
     }
-}
-
-template <int P, bool IS_4BIT, bool NIBBLES, int T>
-INLINE void tile_rows(const Weight& w, const char* tiles, const TileSource& source, const char* x, long rows, float* y,
-                      long ld) {
-  const long x_row = w.k / XB * x_block_bytes(P);
-  long row = 0;
-  for (; row + 4 <= rows; row += 4)
-    tile_block<P, IS_4BIT, NIBBLES, 4, T>(w, tiles, source, x + row * x_row, x_row, y + row * ld, ld);
-  x += row * x_row, y += row * ld;
-  switch (rows - row) {
-    case 1: return tile_block<P, IS_4BIT, NIBBLES, 1, T>(w, tiles, source, x, x_row, y, ld);
-    case 2: return tile_block<P, IS_4BIT, NIBBLES, 2, T>(w, tiles, source, x, x_row, y, ld);
-    case 3: return tile_block<P, IS_4BIT, NIBBLES, 3, T>(w, tiles, source, x, x_row, y, ld);
+    const char* from = x + row * x_row;
+    float* to = y + row * tile.ld;
+    switch (rows - row) {
+      case 1: tile_block<P, IS_4BIT, 1, T>(w, tiles, from, x_row, to, tile.ld, next, keys); break;
+      case 2: tile_block<P, IS_4BIT, 2, T>(w, tiles, from, x_row, to, tile.ld, next, keys); break;
+      case 3: tile_block<P, IS_4BIT, 3, T>(w, tiles, from, x_row, to, tile.ld, next, keys); break;
+      default: tile_block<P, IS_4BIT, 4, T>(w, tiles, from, x_row, to, tile.ld, next, keys);
+    }
   }
 }
 
-template <int P>
-static void tile_matmul_of(const Weight& w, const char* x, const MatmulTile& t, char* panel) {
-  const long tile_bytes = w.k / w.group * tile_group_bytes(w), head = tile_head_bytes(w);
-  const long rows = t.row_end - t.row_begin, x_row = w.k / XB * x_block_bytes(P);
-  x += t.row_begin * x_row;
+template <int P, bool IS_4BIT>
+static void tile_matmul_of(const Weight& w, const char* x, const MatmulTile& t) {
+  const long tile_bytes = w.k / w.group * tile_group_bytes(w);
+  const long rows = t.row_end - t.row_begin;
+  x += t.row_begin * (w.k / XB * x_block_bytes(P));
   for (long col = t.col_begin; col < t.col_end;) {
     const char* tiles = (const char*)w.data + col / kTile * tile_bytes;
-    const long count = t.col_end - col >= 2 * kTile && rows > 1 ? 2 : 1;
-    TileSource source = {tiles + head, tile_bytes, tile_group_bytes(w)};
     float* y = t.y + t.row_begin * t.ld + col;
-    const bool is_unpacked = w.format == Format::tiles4 && rows > kMaxDirectRows;
-    if (is_unpacked) {
-      for (long i = 0; i < count; ++i) unpack_tile(w, tiles + i * tile_bytes, panel + i * kTile * w.k);
-      source = {panel, kTile * w.k, kTile * w.group};
-    }
-    auto multiply = [&]<bool IS_4BIT, bool NIBBLES>() INLINE_LAMBDA {
-      if (count == 2) tile_rows<P, IS_4BIT, NIBBLES, 2>(w, tiles, source, x, rows, y, t.ld);
-      else tile_rows<P, IS_4BIT, NIBBLES, 1>(w, tiles, source, x, rows, y, t.ld);
-    };
-    if (w.format == Format::tiles8) multiply.template operator()<false, false>();
-    else if (is_unpacked) multiply.template operator()<true, false>();
-    else multiply.template operator()<true, true>();
+    const long count = t.col_end - col >= 2 * kTile && rows > 1 ? 2 : 1;
+    const bool is_last = col + 2 * kTile * count > w.n;
+    if (count == 2) tile_rows<P, IS_4BIT, 2>(w, tiles, is_last, x, t, rows, y);
+    else tile_rows<P, IS_4BIT, 1>(w, tiles, is_last, x, t, rows, y);
     col += kTile * count;
   }
 }
 
-static std::size_t tile_panel_bytes(long k) { return 2 * kTile * k; }
+template <int P>
+static void tile_matmul_with(const Weight& w, const void* x, const MatmulTile& t) {
+  if (w.format == Format::tiles4) tile_matmul_of<P, true>(w, (const char*)x, t);
+  else tile_matmul_of<P, false>(w, (const char*)x, t);
+}
 
-static void tile_matmul(const Weight& w, const void* x, long digits, const MatmulTile& t, void* panel) {
-  if (digits == 3) tile_matmul_of<3>(w, (const char*)x, t, (char*)panel);
-  else if (digits == 2) tile_matmul_of<2>(w, (const char*)x, t, (char*)panel);
-  else tile_matmul_of<1>(w, (const char*)x, t, (char*)panel);
+static void tile_matmul(const Weight& w, const void* x, long digits, const MatmulTile& t) {
+  if (digits == 3) tile_matmul_with<3>(w, x, t);
+  else if (digits == 2) tile_matmul_with<2>(w, x, t);
+  else tile_matmul_with<1>(w, x, t);
 }
