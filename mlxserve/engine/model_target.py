@@ -11,7 +11,7 @@ from mlxserve.engine.sequence import Sequence
 from mlxserve.engine.target import StepInputs
 from mlxserve.errors import UsageError
 from mlxserve.models.loader import LoadedModel
-from mlxserve.models.paged import LayerPages, PagedCaches
+from mlxserve.models.paged import LayerPages
 from mlxserve.types import GenerationRequest
 from mlxserve_kernels import ops
 
@@ -44,10 +44,10 @@ class ModelTarget:
 
     def forward(self, batch: ScheduledBatch, inputs: StepInputs) -> mx.array:
         # A chunk that samples nothing still sends one row to the end, to tell when it is done.
-        rows = inputs.sampled_rows if batch.num_sampled else mx.array([0], dtype=mx.int32)
-        caches = PagedCaches(self._layers, inputs, rows)
-        logits = self._model.forward(inputs.token_ids, caches)
-        return logits if batch.num_sampled else logits[0, :1]
+        if batch.num_sampled:
+            return self._model.logits(inputs.token_ids, self._layers, inputs, inputs.sampled_rows)
+        one_row = mx.array([0], dtype=mx.int32)
+        return self._model.logits(inputs.token_ids, self._layers, inputs, one_row)[0, :1]
 
     def propose(self, sequence: Sequence, limit: int) -> tuple[int, ...]:
         return ()

@@ -135,9 +135,11 @@ class PagedLayerCache:
 
 
 class PagedCaches(list[PagedLayerCache]):
-    """The caches of all layers, and which rows go on to the output head."""
+    """The caches of all layers, and which rows go on to the output head (None: all)."""
 
-    def __init__(self, layers: Sequence[LayerPages], metadata: PagedMetadata, sampled_rows: mx.array) -> None:
+    def __init__(
+        self, layers: Sequence[LayerPages], metadata: PagedMetadata, sampled_rows: mx.array | None
+    ) -> None:
         super().__init__(PagedLayerCache(layers, index, metadata) for index in range(len(layers)))
         self.sampled_rows = sampled_rows
 
@@ -253,7 +255,7 @@ def select_rows_before_head(model: nn.Module) -> None:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         hidden = original.__call__(self, *args, **kwargs)
         for argument in (*args, *kwargs.values()):
-            if isinstance(argument, PagedCaches):
+            if isinstance(argument, PagedCaches) and argument.sampled_rows is not None:
                 return hidden[argument.sampled_rows]
         return hidden
 
