@@ -14,8 +14,8 @@ from mlxserve.engine.target import StepInputs
 
 
 class StepArrays:
-    """Builds ``StepInputs``. Keeps what the next step may need again: while the same rows decode, each has one
-    token, and its pages change once in a page."""
+    """Builds ``StepInputs``. Keeps what the next step may need again: while the same rows decode, each has
+    one token, and its pages change once in a page."""
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
@@ -64,7 +64,7 @@ class _Kept:
         return self._array
 
 
-def _ints(values: Sequence[Any]) -> mx.array:
+def _ints(values: list[Any]) -> mx.array:
     return mx.array(values, dtype=mx.int32)
 
 

@@ -1,4 +1,4 @@
-"""A model whose blocks are all one stack, called without mlx-lm's own code: embedding, stack, last norm, head.
+"""A model whose blocks are all one stack, called without mlx-lm's own code: embedding, stack, norm, head.
 
 mlx-lm's loop over blocks, caches and masks costs as much time a token as a small model's kernels leave for
 all of Python. Only files whose ends we know are called so; all others run their own code around the stack.

@@ -1,5 +1,5 @@
-"""A model that is one stack gives the bits that mlx-lm's own code around its blocks gives; models that are not
-one take that code."""
+"""A model that is one stack gives the bits that mlx-lm's own code around its blocks gives; models that are
+not one take that code."""
 
 from __future__ import annotations
 
