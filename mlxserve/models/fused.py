@@ -18,7 +18,7 @@ import mlx.nn as nn
 
 from mlxserve.models.experts import gated_experts, router
 from mlxserve.models.layers import KernelLinear, KernelQuantizedLinear, KernelRMSNorm, TiledLinear
-from mlxserve.models.paged import LayerPages, LayerSpec, PagedLayerCache, PagedMetadata
+from mlxserve.models.paged import LayerSpec, ModelPages, PagedLayerCache, PagedMetadata
 from mlxserve_kernels.decoder import DecoderLayer, DecoderStack, Experts, Norm, Projection, Rope, can_stack
 
 
@@ -151,8 +151,7 @@ def _fused_class(original: type[nn.Module]) -> type[nn.Module]:
             return plain
         part: _Part = self.fused_part
         if part.stack is not None:
-            layers = cache.layers[part.first : part.first + part.stack.num_layers]
-            x = run_stack(part.stack, x, layers, cache.metadata)
+            x = run_stack(part.stack, x, cache.layers, part.first, cache.metadata)
         if part.experts is not None:
             normed = x if part.norm is None else self[part.norm](x)
             x = x + self[part.experts](normed) * getattr(self, "residual_multiplier", 1.0)
@@ -162,19 +161,19 @@ def _fused_class(original: type[nn.Module]) -> type[nn.Module]:
 
 
 def run_stack(
-    stack: DecoderStack, x: mx.array, layers: Sequence[LayerPages], metadata: PagedMetadata
+    stack: DecoderStack, x: mx.array, pages: ModelPages, first: int, metadata: PagedMetadata
 ) -> mx.array:
-    """The hidden state behind a stack whose layers have these pages."""
-    hidden, layers[0].keys = stack(
+    """The hidden state behind a stack that begins with layer ``first``."""
+    layer = pages[first]
+    hidden, layer.keys = stack(
+        pages.held(first, stack),
         x,
         metadata.positions,
         metadata.slot_mapping,
         metadata.block_tables,
         metadata.q_starts,
         metadata.kv_lens,
-        [layer.keys for layer in layers],
-        [layer.values for layer in layers],
-        layers[0].spec.kv_bits,
+        layer.keys,
     )
     return hidden
 

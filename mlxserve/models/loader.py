@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,8 @@ from mlxserve.models.layers import (
     use_kernels,
 )
 from mlxserve.models.paged import (
-    LayerPages,
     LayerSpec,
+    ModelPages,
     PagedCaches,
     PagedMetadata,
     bind_attention,
@@ -67,14 +67,14 @@ class LoadedModel:
     def logits(
         self,
         token_ids: mx.array,
-        layers: Sequence[LayerPages],
+        pages: ModelPages,
         metadata: PagedMetadata,
         sampled_rows: mx.array | None,
     ) -> mx.array:
         """Logits [R, V] of the sampled rows (None: all) of a flat batch of T tokens, by the shortest way."""
         if self.stacked is not None:
-            return self.stacked(token_ids, layers, metadata, sampled_rows)
-        return self.forward(token_ids, PagedCaches(layers, metadata, sampled_rows))
+            return self.stacked(token_ids, pages, metadata, sampled_rows)
+        return self.forward(token_ids, PagedCaches(pages, metadata, sampled_rows))
 
     def forward(self, token_ids: mx.array, caches: PagedCaches) -> mx.array:
         """The same by mlx-lm's own code around whatever blocks are fused."""
@@ -275,9 +275,8 @@ def _probe_plain(module: nn.Module, windows: list[int | None]) -> tuple[tuple[La
 def _check_paged(model: LoadedModel, expected: mx.array) -> None:
     """The paged path, in chunks and over page borders, must give what mlx-lm's own gives."""
     page_size = 4
-    pages = [LayerPages(spec, page_size) for spec in model.layers]
-    for layer in pages:
-        layer.resize(4)
+    pages = ModelPages(model.layers, page_size)
+    pages.resize(4)
     # Two sequences with the same tokens, one after the other on different pages.
     tokens = mx.array(_PROBE_IDS, dtype=mx.int32)
     with _as_unsupported("its attention does not run on pages"):
@@ -298,7 +297,7 @@ def _check_paged(model: LoadedModel, expected: mx.array) -> None:
 def _probe_paged(
     model: LoadedModel,
     tokens: mx.array,
-    pages: list[LayerPages],
+    pages: ModelPages,
     *,
     block_table: tuple[int, ...],
     page_size: int,

@@ -6,7 +6,7 @@ all of Python. Only files whose ends we know are called so; all others run their
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxserve.models.fused import run_stack, whole_stack
-from mlxserve.models.paged import LayerPages, PagedMetadata
+from mlxserve.models.paged import ModelPages, PagedMetadata
 from mlxserve_kernels.decoder import DecoderStack
 
 
@@ -74,7 +74,7 @@ class StackedModel:
     def __call__(
         self,
         token_ids: mx.array,
-        layers: Sequence[LayerPages],
+        pages: ModelPages,
         metadata: PagedMetadata,
         sampled_rows: mx.array | None,
     ) -> mx.array:
@@ -82,7 +82,7 @@ class StackedModel:
         rows = self._embed(token_ids)
         if self._ends.scale_embedded is not None:
             rows = self._ends.scale_embedded(self._module, rows)
-        rows = run_stack(self._stack, rows, layers, metadata)
+        rows = run_stack(self._stack, rows, pages, 0, metadata)
         if sampled_rows is not None:
             rows = rows[sampled_rows]
         logits: mx.array = self._head(self._norm(rows))

@@ -68,7 +68,7 @@ def test_a_copied_context_is_copied_and_its_decode_steps_are_real(model: LoadedM
     num_tokens = 0
     while num_tokens < 3:
         num_tokens += sum(len(output.token_ids) for output in core.step())
-    values = core._target._inner._layers[0].values
+    values = core._target._inner._pages[0].values
     (sequence,) = core._scheduler.running
     for index in range(16, 1500 // 32):
         source, copy = sequence.pages[index % 16], sequence.pages[index]

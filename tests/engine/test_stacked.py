@@ -14,7 +14,7 @@ import pytest
 
 from mlxserve.models import loader, stacked
 from mlxserve.models.loader import LoadedModel, load_model
-from mlxserve.models.paged import LayerPages, PagedCaches, PagedMetadata
+from mlxserve.models.paged import ModelPages, PagedCaches, PagedMetadata
 from mlxserve_kernels import ops
 
 from .test_fused import FAMILIES, NUM_LAYERS, PAGE, new_pages, random_tokens, tiny
@@ -118,7 +118,7 @@ def test_all_rows_by_name_are_all_rows(tmp_path: Path) -> None:
     metadata = metadata_of(*RUNS)
     tokens = mx.array(random_tokens(24), dtype=mx.int32)
 
-    def logits(call: Any, rows: mx.array | None, pages: list[LayerPages]) -> np.ndarray:
+    def logits(call: Any, rows: mx.array | None, pages: ModelPages) -> np.ndarray:
         return np.array(call(tokens, pages, metadata, rows))
 
     expected = logits(model.logits, None, new_pages(model))
