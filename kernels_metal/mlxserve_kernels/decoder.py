@@ -169,8 +169,8 @@ class DecoderStack:
     def hold(
         self, k_pools: Sequence[mx.array], v_pools: Sequence[mx.array], kv_bits: int | None = None
     ) -> StackPools:
-        """Pools, one pair a layer, as in ``ops.paged_attention``, for calls of this stack; evaluated. They are
-        held: drop what is returned before they are replaced. ValueError where they do not fit the layers."""
+        """Pools, one pair a layer, as in ``ops.paged_attention``, for calls of this stack; evaluated. They
+        are held: drop what is returned before they are replaced. ValueError where they do not fit."""
         cpu = self._cpu
         return StackPools(cpu.StackPools(self._stack, list(k_pools), list(v_pools), kv_bits or 0))  # type: ignore[union-attr]
 
