@@ -166,41 +166,47 @@ class DecoderStack:
         self.num_layers = len(layers)
         self._stack = self._cpu.DecoderStack([_native(self._cpu, layer) for layer in layers])
 
+    def hold(
+        self, k_pools: Sequence[mx.array], v_pools: Sequence[mx.array], kv_bits: int | None = None
+    ) -> StackPools:
+        """Pools, one pair a layer, as in ``ops.paged_attention``, for calls of this stack; evaluated. They
+        are held: drop what is returned before they are replaced. ValueError where they do not fit."""
+        cpu = self._cpu
+        return StackPools(cpu.StackPools(self._stack, list(k_pools), list(v_pools), kv_bits or 0))  # type: ignore[union-attr]
+
     def __call__(
         self,
+        pools: StackPools,
         hidden: mx.array,
         positions: mx.array,
         slot_mapping: mx.array,
         block_tables: mx.array,
         q_starts: mx.array,
         kv_lens: mx.array,
-        k_pools: list[mx.array],
-        v_pools: list[mx.array],
-        kv_bits: int | None = None,
+        order: mx.array,
     ) -> tuple[mx.array, mx.array]:
-        """The hidden state behind the last layer, and the new handle of ``k_pools[0]`` (contract of
-        ``ops.write_pages``): what takes it, another call of a stack above all, comes after this one.
+        """The hidden state behind the last layer, and the new handle of ``order``.
 
-        The other pools are written in place behind the handles that were given, since MLX takes time for each
-        output. Whatever else is to be done to them must be built when this call has at least been started
-        (``mx.async_eval``).
+        ``order`` is the newest handle of the first layer's key pool (contract of ``ops.write_pages``): what
+        takes it, another call above all, comes after this one. The other pools are written in place behind
+        the handles that were held, since MLX takes time for each array that it hands on. Whatever else is to
+        be done to them must be built when this call has at least been started (``mx.async_eval``), and must
+        itself have been started before the next call is.
 
         hidden float32 [..., hidden] with T rows; positions, slot_mapping int32 of T entries; the other index
-        arrays and the pools, one pair a layer, and ``kv_bits`` of all, as in ``ops.paged_attention``.
+        arrays as in ``ops.paged_attention``.
         """
         result: tuple[mx.array, mx.array] = self._cpu.decoder_stack(  # type: ignore[union-attr]
-            self._stack,
-            hidden,
-            positions,
-            slot_mapping,
-            block_tables,
-            q_starts,
-            kv_lens,
-            k_pools,
-            v_pools,
-            kv_bits or 0,
+            pools.native, hidden, positions, slot_mapping, block_tables, q_starts, kv_lens, order
         )
         return result
+
+
+@dataclass(frozen=True, slots=True)
+class StackPools:
+    """What ``DecoderStack.hold`` gives."""
+
+    native: Any
 
 
 def _native(cpu: Any, layer: DecoderLayer) -> Any:

@@ -68,6 +68,38 @@ def decode_command(
     )
 
 
+@bench_app.command("serve")
+def serve_command(
+    model: ModelArgument = DEFAULT_MODEL,
+    streams: Annotated[
+        str, typer.Option(metavar="N,…", help="Numbers of clients that stream together.")
+    ] = "1,4,16",
+    prompt_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of each prompt.")] = 64,
+    tokens: Annotated[int, typer.Option(metavar="N", min=2, help="New tokens of each stream.")] = 64,
+    repeat: Annotated[int, typer.Option(metavar="N", min=1, help="Runs of each; medians are shown.")] = 5,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Measure the HTTP API beside the engine without it, in turn, on random prompts.
+
+    A server and clients that stream from it run on this machine; so do the clients' costs. Both figures count
+    the time in which all streams decode.
+
+    Example:
+      mlxserve bench serve smollm2 --streams 1,16 --json
+    """
+    from mlxserve.cli.benchmarks import parse_streams
+    from mlxserve.cli.serve_benchmark import bench_serve
+
+    bench_serve(
+        model,
+        prompt_tokens=prompt_tokens,
+        tokens=tokens,
+        streams=parse_streams(streams),
+        repeat=repeat,
+        as_json=json,
+    )
+
+
 @bench_app.command("kernels")
 def kernels_command(
     shape: Annotated[

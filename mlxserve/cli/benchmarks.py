@@ -79,7 +79,7 @@ def bench_decode(
     if kv_bits not in (None, *KV_BITS):
         raise UsageError(f"--kv-bits knows {', '.join(map(str, KV_BITS))}, got {kv_bits}")
     console = Console(stderr=True)
-    source = _real_model(name, console)
+    source = real_model(name, console)
     shapes = [
         DecodeShape(length, tokens, count, is_context_copied=contexts is not None, kv_bits=kv_bits)
         for length in contexts or (prompt_tokens,)
@@ -97,7 +97,7 @@ def bench_decode(
 def bench_kv(name: str, *, history: int, new_tokens: int, repeat: int, as_json: bool) -> None:
     """Measure and print prefix reuse."""
     console = Console(stderr=True)
-    source = _real_model(name, console)
+    source = real_model(name, console)
     with console.status(f"Measuring {source.id}"):
         model = load_model(source.path)
         runs = [measure_prefix(model, history_tokens=history, new_tokens=new_tokens) for _ in range(repeat)]
@@ -124,7 +124,8 @@ def bench_kv(name: str, *, history: int, new_tokens: int, repeat: int, as_json: 
     )
 
 
-def _real_model(name: str, console: Console) -> PreparedModel:
+def real_model(name: str, console: Console) -> PreparedModel:
+    """A model that is no script; UsageError for one that is."""
     source = prepare_model(name, console=console)
     if source.kind != "folder":
         raise UsageError(f"bench needs a real model, {name} is scripted")

@@ -7,9 +7,9 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from mlxserve.config import EngineConfig
 from mlxserve.engine.block_pool import BlockPool
@@ -157,10 +157,11 @@ class EngineCore:
     def _read_back(self, step: _LaunchedStep) -> list[TokenOutput]:
         """Wait for a step; its samples go to the scheduler."""
         mx.eval(step.samples)
-        samples = np.array(step.samples).tolist() if step.batch.num_sampled else []
-        self._pacer.observe(step.batch.num_prefill_tokens, step.batch.num_tokens, self._clock())
-        broken = self._fail_broken(step.batch, samples)
-        return broken + self._scheduler.commit(step.batch, samples)
+        batch = step.batch
+        samples: Any = step.samples.tolist() if batch.num_sampled else []
+        self._pacer.observe(batch.num_prefill_tokens, batch.num_tokens, self._clock())
+        broken = self._fail_broken(batch, samples) if min(samples, default=0) < 0 else []
+        return broken + self._scheduler.commit(batch, samples)
 
     def _fail_broken(self, batch: ScheduledBatch, samples: list[int]) -> list[TokenOutput]:
         """End the sequences whose logits were not numbers, before their samples are taken in."""

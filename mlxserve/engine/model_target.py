@@ -11,9 +11,8 @@ from mlxserve.engine.sequence import Sequence
 from mlxserve.engine.target import StepInputs
 from mlxserve.errors import UsageError
 from mlxserve.models.loader import LoadedModel
-from mlxserve.models.paged import LayerPages, PagedCaches
+from mlxserve.models.paged import ModelPages
 from mlxserve.types import GenerationRequest
-from mlxserve_kernels import ops
 
 
 class ModelTarget:
@@ -29,25 +28,22 @@ class ModelTarget:
         specs = [replace(spec, kv_bits=kv_bits) for spec in model.layers]
         try:
             self.page_bytes = sum(spec.page_bytes(page_size) for spec in specs)
-            self._layers = [LayerPages(spec, page_size) for spec in specs]
+            self._pages = ModelPages(specs, page_size)
         except ValueError as error:
             raise UsageError(f"kv_bits {kv_bits} does not fit this model: {error}") from error
 
     def resize(self, num_pages: int) -> None:
-        for layer in self._layers:
-            layer.resize(num_pages)
+        self._pages.resize(num_pages)
 
     def copy_pages(self, copies: tuple[tuple[int, int], ...]) -> None:
-        sources, targets = (mx.array(ids, dtype=mx.int32) for ids in zip(*copies, strict=True))
-        for layer in self._layers:
-            layer.keys, layer.values = ops.copy_pages(layer.keys, layer.values, sources, targets)
+        self._pages.copy(copies)
 
     def forward(self, batch: ScheduledBatch, inputs: StepInputs) -> mx.array:
         # A chunk that samples nothing still sends one row to the end, to tell when it is done.
-        rows = inputs.sampled_rows if batch.num_sampled else mx.array([0], dtype=mx.int32)
-        caches = PagedCaches(self._layers, inputs, rows)
-        logits = self._model.forward(inputs.token_ids, caches)
-        return logits if batch.num_sampled else logits[0, :1]
+        if batch.num_sampled:
+            return self._model.logits(inputs.token_ids, self._pages, inputs, inputs.sampled_rows)
+        one_row = mx.array([0], dtype=mx.int32)
+        return self._model.logits(inputs.token_ids, self._pages, inputs, one_row)[0, :1]
 
     def propose(self, sequence: Sequence, limit: int) -> tuple[int, ...]:
         return ()

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import mlx.core as mx
-import numpy as np
-import numpy.typing as npt
 
 from mlxserve.engine.sampler import SamplingRow, sample
 from mlxserve.engine.scheduler import ScheduledBatch
-from mlxserve.engine.target import StepInputs, Target
+from mlxserve.engine.step_arrays import StepArrays
+from mlxserve.engine.target import Target
 
 
 class Runner:
@@ -19,7 +18,7 @@ class Runner:
 
     def __init__(self, target: Target, page_size: int, num_pages: int) -> None:
         self._target = target
-        self._page_size = page_size
+        self._arrays = StepArrays(page_size)
         self._num_pages = num_pages
         target.resize(num_pages)
 
@@ -32,7 +31,7 @@ class Runner:
             self._num_pages = batch.num_pool_pages
         for copies in independent_groups(batch.page_copies):
             self._target.copy_pages(copies)
-        result = self._target.forward(batch, step_inputs(batch, self._page_size, previous))
+        result = self._target.forward(batch, self._arrays.build(batch, previous))
         if batch.num_sampled:
             result = sample(result, sampling_rows(batch))
         mx.async_eval(result)
@@ -57,56 +56,6 @@ def independent_groups(copies: Iterable[tuple[int, int]]) -> list[tuple[tuple[in
         groups[-1].append((source, target))
         touched |= {source, target}
     return [tuple(group) for group in groups]
-
-
-def step_inputs(batch: ScheduledBatch, page_size: int, previous: mx.array | None) -> StepInputs:
-    """The arrays of a batch; ``previous`` holds the samples that pending inputs refer to."""
-    # Plain ints: a step has few rows as a rule, and each numpy call costs as much as dozens of them.
-    q_starts, kv_lens = [0], []
-    positions: list[int] = []
-    slots: list[int] = []
-    sampled: list[int] = []
-    for row in batch.rows:
-        end, pages = row.start + row.num_tokens, row.pages
-        positions.extend(range(row.start, end))
-        slots.extend(pages[at // page_size] * page_size + at % page_size for at in range(row.start, end))
-        q_starts.append(len(positions))
-        kv_lens.append(end)
-        sampled.extend(range(len(positions) - row.num_sampled, len(positions)))
-    return StepInputs(
-        token_ids=_token_ids(batch, q_starts, previous),
-        positions=mx.array(positions, dtype=mx.int32),
-        slot_mapping=mx.array(slots, dtype=mx.int32),
-        block_tables=mx.array(_block_tables(batch)),
-        q_starts=mx.array(q_starts, dtype=mx.int32),
-        kv_lens=mx.array(kv_lens, dtype=mx.int32),
-        sampled_rows=mx.array(sampled, dtype=mx.int32),
-    )
-
-
-def _block_tables(batch: ScheduledBatch) -> npt.NDArray[np.int32]:
-    width = max(len(row.pages) for row in batch.rows)
-    tables = np.zeros((len(batch.rows), width), dtype=np.int32)
-    for index, row in enumerate(batch.rows):
-        tables[index, : len(row.pages)] = row.pages
-    return tables
-
-
-def _token_ids(batch: ScheduledBatch, q_starts: list[int], previous: mx.array | None) -> mx.array:
-    known = mx.array([token for row in batch.rows for token in row.token_ids], dtype=mx.int32)
-    pending = [
-        (start, row.pending_slot)
-        for row, start in zip(batch.rows, q_starts, strict=False)
-        if row.pending_slot is not None
-    ]
-    if not pending:
-        return known
-    assert previous is not None, "a pending input without a step in flight"
-    places, slots = zip(*pending, strict=True)
-    if len(pending) == known.size:
-        return previous if slots == tuple(range(previous.size)) else previous[mx.array(slots)]
-    known[mx.array(places)] = previous[mx.array(slots)]
-    return known
 
 
 def sampling_rows(batch: ScheduledBatch) -> list[SamplingRow]:

@@ -67,7 +67,7 @@ class StepTimer:
             (core._scheduler, "schedule", "schedule_ms"),
             (core._scheduler, "commit", "commit_ms"),
             (core._target, "forward", "graph_ms"),
-            (runner, "step_inputs", "inputs_ms"),
+            (core._runner._arrays, "build", "inputs_ms"),
             (runner, "sample", "sample_ms"),
             (mx, "async_eval", "launch_ms"),
             (mx, "eval", "wait_ms"),

@@ -18,11 +18,11 @@ class StepInputs(PagedMetadata):
     """The arrays of one step; all int32. T tokens in S runs, R of the tokens sampled.
 
     token_ids    [T]     inputs, runs one after the other
-    sampled_rows [R]     which tokens are sampled
+    sampled_rows [R]     which tokens are sampled; None: all
     """
 
     token_ids: mx.array
-    sampled_rows: mx.array
+    sampled_rows: mx.array | None
 
 
 class Target(Protocol):

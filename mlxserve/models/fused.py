@@ -18,7 +18,7 @@ import mlx.nn as nn
 
 from mlxserve.models.experts import gated_experts, router
 from mlxserve.models.layers import KernelLinear, KernelQuantizedLinear, KernelRMSNorm, TiledLinear
-from mlxserve.models.paged import LayerPages, LayerSpec, PagedLayerCache
+from mlxserve.models.paged import LayerSpec, ModelPages, PagedLayerCache, PagedMetadata
 from mlxserve_kernels.decoder import DecoderLayer, DecoderStack, Experts, Norm, Projection, Rope, can_stack
 
 
@@ -101,6 +101,15 @@ def fuse_blocks(model: nn.Module, specs: Sequence[LayerSpec]) -> int:
     return sum(layer is not None for layer in layers)
 
 
+def whole_stack(model: nn.Module) -> DecoderStack | None:
+    """The stack that runs all blocks, if there is one that leaves nothing for mlx-lm to do."""
+    parts: list[_Part | None] = [getattr(block, "fused_part", None) for block in model.layers]
+    stack = parts[0].stack if parts and parts[0] is not None else None
+    if stack is None or stack.num_layers != len(parts):
+        return None
+    return None if any(part is None or part.experts is not None for part in parts) else stack
+
+
 def unfuse_blocks(model: nn.Module) -> None:
     """Give every block its own class again."""
     for block in model.layers:
@@ -142,7 +151,7 @@ def _fused_class(original: type[nn.Module]) -> type[nn.Module]:
             return plain
         part: _Part = self.fused_part
         if part.stack is not None:
-            x = _run(part.stack, x, cache, part.first)
+            x = run_stack(part.stack, x, cache.layers, part.first, cache.metadata)
         if part.experts is not None:
             normed = x if part.norm is None else self[part.norm](x)
             x = x + self[part.experts](normed) * getattr(self, "residual_multiplier", 1.0)
@@ -151,19 +160,20 @@ def _fused_class(original: type[nn.Module]) -> type[nn.Module]:
     return type(original.__name__, (original,), {"__call__": call, "unfused_class": original})
 
 
-def _run(stack: DecoderStack, x: mx.array, cache: PagedLayerCache, first: int) -> mx.array:
-    layers: Sequence[LayerPages] = cache.layers[first : first + stack.num_layers]
-    metadata = cache.metadata
-    hidden, layers[0].keys = stack(
+def run_stack(
+    stack: DecoderStack, x: mx.array, pages: ModelPages, first: int, metadata: PagedMetadata
+) -> mx.array:
+    """The hidden state behind a stack that begins with layer ``first``."""
+    layer = pages[first]
+    hidden, layer.keys = stack(
+        pages.held(first, stack),
         x,
         metadata.positions,
         metadata.slot_mapping,
         metadata.block_tables,
         metadata.q_starts,
         metadata.kv_lens,
-        [layer.keys for layer in layers],
-        [layer.values for layer in layers],
-        layers[0].spec.kv_bits,
+        layer.keys,
     )
     return hidden
 

@@ -30,8 +30,8 @@ from mlxserve.models.layers import (
     use_kernels,
 )
 from mlxserve.models.paged import (
-    LayerPages,
     LayerSpec,
+    ModelPages,
     PagedCaches,
     PagedMetadata,
     bind_attention,
@@ -39,6 +39,7 @@ from mlxserve.models.paged import (
 )
 from mlxserve.models.rope_config import settle_rope
 from mlxserve.models.safetensors_file import read_tensors
+from mlxserve.models.stacked import StackedModel, stacked_model
 from mlxserve_kernels import ops
 from mlxserve_kernels.dispatch import exact_products, reads_quantized
 
@@ -61,13 +62,27 @@ class LoadedModel:
     vocab_size: int
     weight_bytes: int
     num_fused_layers: int
+    stacked: StackedModel | None = None
+
+    def logits(
+        self,
+        token_ids: mx.array,
+        pages: ModelPages,
+        metadata: PagedMetadata,
+        sampled_rows: mx.array | None,
+    ) -> mx.array:
+        """Logits [R, V] of the sampled rows (None: all) of a flat batch of T tokens, by the shortest way."""
+        if self.stacked is not None:
+            return self.stacked(token_ids, pages, metadata, sampled_rows)
+        return self.forward(token_ids, PagedCaches(pages, metadata, sampled_rows))
 
     def forward(self, token_ids: mx.array, caches: PagedCaches) -> mx.array:
-        """Logits [R, V] of the sampled rows of a flat batch of T tokens."""
+        """The same by mlx-lm's own code around whatever blocks are fused."""
         logits: mx.array = self.module(token_ids[:, None], caches)
-        if logits.shape[0] != caches.sampled_rows.size:
-            logits = logits[caches.sampled_rows]
-        return logits[:, 0]
+        rows = caches.sampled_rows
+        if rows is not None and logits.shape[0] != rows.size:
+            logits = logits[rows]
+        return logits.squeeze(1)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -121,7 +136,8 @@ def _checked(module: nn.Module, config: dict[str, Any], *, fuse: bool) -> Loaded
     select_rows_before_head(module)
     weight_bytes = sum(array.nbytes for _, array in tree_flatten(module.parameters()))
     num_fused = fuse_blocks(module, layers) if fuse else 0
-    loaded = LoadedModel(module, config, layers, expected.shape[-1], weight_bytes, num_fused)
+    stacked = stacked_model(module) if num_fused else None
+    loaded = LoadedModel(module, config, layers, expected.shape[-1], weight_bytes, num_fused, stacked)
     try:
         _check_paged(loaded, expected)
     except UnsupportedModelError as error:
@@ -129,7 +145,7 @@ def _checked(module: nn.Module, config: dict[str, Any], *, fuse: bool) -> Loaded
             raise
         logger.warning("model_type %r runs unfused: %s", config["model_type"], error)
         unfuse_blocks(module)
-        loaded = replace(loaded, num_fused_layers=0)
+        loaded = replace(loaded, num_fused_layers=0, stacked=None)
         _check_paged(loaded, expected)
     return loaded
 
@@ -259,9 +275,8 @@ def _probe_plain(module: nn.Module, windows: list[int | None]) -> tuple[tuple[La
 def _check_paged(model: LoadedModel, expected: mx.array) -> None:
     """The paged path, in chunks and over page borders, must give what mlx-lm's own gives."""
     page_size = 4
-    pages = [LayerPages(spec, page_size) for spec in model.layers]
-    for layer in pages:
-        layer.resize(4)
+    pages = ModelPages(model.layers, page_size)
+    pages.resize(4)
     # Two sequences with the same tokens, one after the other on different pages.
     tokens = mx.array(_PROBE_IDS, dtype=mx.int32)
     with _as_unsupported("its attention does not run on pages"):
@@ -282,7 +297,7 @@ def _check_paged(model: LoadedModel, expected: mx.array) -> None:
 def _probe_paged(
     model: LoadedModel,
     tokens: mx.array,
-    pages: list[LayerPages],
+    pages: ModelPages,
     *,
     block_table: tuple[int, ...],
     page_size: int,
@@ -298,8 +313,7 @@ def _probe_paged(
             q_starts=mx.array([0, length], dtype=mx.int32),
             kv_lens=mx.array([start + length], dtype=mx.int32),
         )
-        caches = PagedCaches(pages, metadata, mx.arange(length))
-        results.append(model.forward(tokens[start : start + length], caches))
+        results.append(model.logits(tokens[start : start + length], pages, metadata, None))
         start += length
         mx.eval(results)
     return mx.concatenate(results)

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlxserve.errors import UnsupportedModelError
 from mlxserve_kernels import ops
+from mlxserve_kernels.decoder import DecoderStack, StackPools
 from mlxserve_kernels.quantized_pages import head_bytes, row_bytes
 
 
@@ -64,7 +65,7 @@ class LayerPages:
     """The page tensors of one layer: keys [P, H, D, page], values [P, H, page, Dv]; quantized, both uint8
     [P, H, bytes] (ValueError for sizes that those cannot have).
 
-    Always the newest handle: a writer replaces both, and keeps no other.
+    Always the newest handle: a writer replaces both, and keeps no other. But see ``ModelPages.held``.
     """
 
     def __init__(self, spec: LayerSpec, page_size: int) -> None:
@@ -83,6 +84,51 @@ class LayerPages:
         """Grow or shrink to ``num_pages``, keeping the first ones; evaluated at once."""
         self.keys = ops.resize_rows(self.keys, num_pages)
         self.values = ops.resize_rows(self.values, num_pages)
+
+
+class ModelPages(Sequence[LayerPages]):
+    """The page tensors of all layers of a model."""
+
+    def __init__(self, specs: Iterable[LayerSpec], page_size: int) -> None:
+        self._layers = [LayerPages(spec, page_size) for spec in specs]
+        self._held: dict[int, tuple[DecoderStack, StackPools]] = {}
+
+    @overload
+    def __getitem__(self, index: int) -> LayerPages: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[LayerPages]: ...
+    def __getitem__(self, index: int | slice) -> LayerPages | list[LayerPages]:
+        return self._layers[index]
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def resize(self, num_pages: int) -> None:
+        """All layers, one after the other; no step is in flight."""
+        # What is held would keep the old tensors.
+        self._held.clear()
+        for layer in self._layers:
+            layer.resize(num_pages)
+
+    def copy(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy pages (source, target) on all layers; no target is a source or another target."""
+        sources, targets = (mx.array(ids, dtype=mx.int32) for ids in zip(*copies, strict=True))
+        for layer in self._layers:
+            layer.keys, layer.values = ops.copy_pages(layer.keys, layer.values, sources, targets)
+        if self._held:
+            # A stack waits for no handle but the first; what was started earlier is done earlier.
+            mx.async_eval([[layer.keys, layer.values] for layer in self._layers])
+
+    def held(self, first: int, stack: DecoderStack) -> StackPools:
+        """The pools of the layers from ``first`` on, for ``stack``, which alone writes them from now on."""
+        found = self._held.get(first)
+        if found is None or found[0] is not stack:
+            layers = self._layers[first : first + stack.num_layers]
+            pools = stack.hold(
+                [layer.keys for layer in layers], [layer.values for layer in layers], layers[0].spec.kv_bits
+            )
+            found = self._held[first] = (stack, pools)
+        return found[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +154,7 @@ class PagedMask:
 class PagedLayerCache:
     """Looks like an mlx-lm cache to one layer in one forward: the one at ``index`` of ``layers``."""
 
-    def __init__(self, layers: Sequence[LayerPages], index: int, metadata: PagedMetadata) -> None:
+    def __init__(self, layers: ModelPages, index: int, metadata: PagedMetadata) -> None:
         self.layers = layers
         self.pages = layers[index]
         self.metadata = metadata
@@ -135,9 +181,9 @@ class PagedLayerCache:
 
 
 class PagedCaches(list[PagedLayerCache]):
-    """The caches of all layers, and which rows go on to the output head."""
+    """The caches of all layers, and which rows go on to the output head (None: all)."""
 
-    def __init__(self, layers: Sequence[LayerPages], metadata: PagedMetadata, sampled_rows: mx.array) -> None:
+    def __init__(self, layers: ModelPages, metadata: PagedMetadata, sampled_rows: mx.array | None) -> None:
         super().__init__(PagedLayerCache(layers, index, metadata) for index in range(len(layers)))
         self.sampled_rows = sampled_rows
 
@@ -253,7 +299,7 @@ def select_rows_before_head(model: nn.Module) -> None:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         hidden = original.__call__(self, *args, **kwargs)
         for argument in (*args, *kwargs.values()):
-            if isinstance(argument, PagedCaches):
+            if isinstance(argument, PagedCaches) and argument.sampled_rows is not None:
                 return hidden[argument.sampled_rows]
         return hidden
 

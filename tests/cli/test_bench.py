@@ -43,6 +43,50 @@ def test_decode_with_quantized_pages(run: Run, tmp_path: Path) -> None:
     assert quantized["runs"][0]["bytes_per_token"] < plain["runs"][0]["bytes_per_token"]
 
 
+def test_serve(run: Run, folder: str) -> None:
+    arguments = ["--streams", "1,3", "--prompt-tokens", "40", "--tokens", "24", "--repeat", "2", "--json"]
+    result = run("bench", "serve", folder, *arguments)
+    assert (result.code, result.err) == (0, "")
+    report = json.loads(result.out)
+    runs = report.pop("runs")
+    del report["threads"], report["kernels"]
+    assert report == {"model": "model", "prompt_tokens": 40, "tokens": 24, "repeat": 2}
+    assert [each["streams"] for each in runs] == [1, 3]
+    for each in runs:
+        assert each["engine_tok_s"] > 0 and each["http_tok_s"] > 0 and each["ratio"] > 0
+        assert each["tokens_per_piece"] >= 1
+        for spread in (each["first_token_ms"], each["gap_ms"]):
+            assert 0 <= spread["p50"] <= spread["p90"] <= spread["p99"] <= spread["max"]
+
+
+def test_serve_as_a_table(run: Run, folder: str) -> None:
+    result = run("bench", "serve", folder, "--streams", "2", "--tokens", "16", "--repeat", "1")
+    assert (result.code, result.err) == (0, "")
+    assert "HTTP tok/s" in result.out
+
+
+def test_serve_refuses_what_the_context_cannot_hold(run: Run, folder: str) -> None:
+    result = run("bench", "serve", folder, "--streams", "1", "--prompt-tokens", "4090", "--tokens", "7")
+    message = "error: 4090 prompt and 7 new tokens are more than the context holds: 4096\n"
+    assert result == Result(2, "", message)
+
+
+def test_serve_says_that_streams_were_too_short(run: Run, folder: str) -> None:
+    arguments = ["--streams", "4", "--prompt-tokens", "600", "--tokens", "2", "--repeat", "1"]
+    result = run("bench", "serve", folder, *arguments)
+    message = (
+        "error: 2 new tokens are too few for 4 streams of 600 prompt tokens: the first one ends before the "
+        "last one has begun\n"
+    )
+    assert result == Result(2, "", message)
+
+
+def test_serve_wants_a_real_model(run: Run, script: Callable[..., str]) -> None:
+    name = script([{"match": "", "pieces": ["a"], "end": "run"}])
+    result = run("bench", "serve", name)
+    assert result == Result(2, "", f"error: bench needs a real model, {name} is scripted\n")
+
+
 def test_kernels(run: Run) -> None:
     arguments = ["--shape", "smollm2", "--only", "rms_norm,write_pages", "--repeat", "1"]
     result = run("bench", "kernels", *arguments, "--json")

@@ -20,7 +20,7 @@ from mlx_lm.utils import load_model as load_stock
 
 from mlxserve.models import loader
 from mlxserve.models.loader import LoadedModel, load_model
-from mlxserve.models.paged import LayerPages, PagedCaches, PagedMetadata
+from mlxserve.models.paged import ModelPages, PagedCaches, PagedMetadata
 from mlxserve_kernels import ops
 from mlxserve_kernels.dispatch import extension, num_threads
 from tests.tiny_models import TinyModel, write_tiny_model
@@ -120,14 +120,13 @@ class Run:
     pages: Sequence[int]
 
 
-def new_pages(model: LoadedModel, count: int = 24) -> list[LayerPages]:
-    pages = [LayerPages(spec, PAGE) for spec in model.layers]
-    for layer in pages:
-        layer.resize(count)
+def new_pages(model: LoadedModel, count: int = 24) -> ModelPages:
+    pages = ModelPages(model.layers, PAGE)
+    pages.resize(count)
     return pages
 
 
-def step(model: LoadedModel, pages: list[LayerPages], *runs: Run) -> list[np.ndarray]:
+def step(model: LoadedModel, pages: ModelPages, *runs: Run) -> list[np.ndarray]:
     """Logits of all rows of each run."""
 
     def ints(values: Any) -> mx.array:

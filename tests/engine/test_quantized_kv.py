@@ -17,7 +17,7 @@ from mlxserve.engine.model_target import ModelTarget
 from mlxserve.errors import UsageError
 from mlxserve.models.fused import unfuse_blocks
 from mlxserve.models.loader import LoadedModel, load_model
-from mlxserve.models.paged import LayerPages, PagedCaches, PagedMetadata
+from mlxserve.models.paged import ModelPages, PagedCaches, PagedMetadata
 from mlxserve_kernels import ops, quantized_pages
 from tests.engine.driving import greedy, run, tokens
 from tests.tiny_models import TinyModel, write_tiny_model
@@ -42,9 +42,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def logits_of(model: LoadedModel, chunks: tuple[int, ...], kv_bits: int | None) -> np.ndarray:
     """Of one sequence that comes in chunks, on pages in any order."""
-    layers = [LayerPages(replace(spec, kv_bits=kv_bits), PAGE) for spec in model.layers]
-    for layer in layers:
-        layer.resize(8)
+    pages = ModelPages((replace(spec, kv_bits=kv_bits) for spec in model.layers), PAGE)
+    pages.resize(8)
     table = (5, 2, 7, 0, 3)
     token_ids = np.random.default_rng(3).integers(0, 96, LENGTH).astype(np.int32)
     results, start = [], 0
@@ -58,7 +57,7 @@ def logits_of(model: LoadedModel, chunks: tuple[int, ...], kv_bits: int | None) 
             q_starts=mx.array([0, length], dtype=mx.int32),
             kv_lens=mx.array([start + length], dtype=mx.int32),
         )
-        caches = PagedCaches(layers, metadata, mx.arange(length))
+        caches = PagedCaches(pages, metadata, mx.arange(length))
         logits = model.forward(mx.array(token_ids[start : start + length]), caches)
         results.append(np.array(logits.astype(mx.float32)))
         start += length
@@ -94,8 +93,8 @@ def test_pages_shrink_and_the_engine_runs_on_them(model: LoadedModel) -> None:
         again = run(core, greedy("b", prompt, 12), greedy("c", prompt[:30], 12))
         assert tokens(again["b"]) == alone
         core.check_integrity()
-        held = sum(layer.keys.nbytes + layer.values.nbytes for layer in target._layers)
-        assert held == target.page_bytes * target._layers[0].keys.shape[0] > 0
+        held = sum(layer.keys.nbytes + layer.values.nbytes for layer in target._pages)
+        assert held == target.page_bytes * target._pages[0].keys.shape[0] > 0
     assert sizes[8] * width * 8 == sizes[None] * 9
     assert sizes[4] * width * 4 == sizes[None] * 3
 

@@ -285,7 +285,7 @@ def test_a_stack_equals_its_single_operations(isa: str) -> None:
         x = mx.random.normal((rows, hidden))
         indices = [ids(range(rows)), ids(range(rows)), ids([[0, 1, 2]]), ids([0, rows]), ids([rows])]
         k_pool, v_pool = empty_pools(3, kv_heads, 16, (dim, dim), bits)
-        got, _ = stack(x, *indices, [k_pool], [v_pool], bits)
+        got, _ = stack(stack.hold([k_pool], [v_pool], bits), x, *indices, k_pool)
         mx.eval(got)
         pools = ops.write_pages(
             *empty_pools(3, kv_heads, 16, (dim, dim), bits),
@@ -298,8 +298,8 @@ def test_a_stack_equals_its_single_operations(isa: str) -> None:
         attended = ops.paged_attention(queries, *pools, *indices[2:], scale=0.2, kv_bits=bits)
         want = x + ops.linear(attended.reshape(rows, -1), o.w)
         assert mx.array_equal(got, want), (bits, rows)
-    with pytest.raises(ValueError, match="decoder_stack: with kv_bits pools must be uint8"):
-        stack(x, *indices, [mx.zeros((3, 2, 32, 16))], [mx.zeros((3, 2, 16, 32))], 8)
+    with pytest.raises(ValueError, match="StackPools: with kv_bits pools must be uint8"):
+        stack.hold([mx.zeros((3, 2, 32, 16))], [mx.zeros((3, 2, 16, 32))], 8)
 
 
 @pytest.mark.parametrize("implementation", [ops, reference], ids=["ops", "reference"])

@@ -53,6 +53,21 @@ async def test_texts_times_n(tmp_path: Path) -> None:
     assert whole.body["usage"]["completion_tokens"] == 8
 
 
+async def test_an_end_token_can_be_ignored(tmp_path: Path) -> None:
+    async with serving(scripted(tmp_path, REPLIES)) as api:
+        for ignore_eos in (None, False):
+            ended = await api.complete("One", max_tokens=9, temperature=0, ignore_eos=ignore_eos)
+            assert (ended.text, ended.choice["finish_reason"]) == ("1!", "stop")
+            assert ended.body["usage"]["completion_tokens"] == 3
+        whole = await api.complete("One", max_tokens=9, temperature=0, ignore_eos=True)
+        assert (whole.text, whole.choice["finish_reason"]) == ("1!", "length")
+        assert whole.body["usage"]["completion_tokens"] == 9
+        chat = await api.chat("Two", max_tokens=7, temperature=0, ignore_eos=True, stop="?")
+        assert (chat.text, chat.choice["finish_reason"]) == ("2", "stop")
+        chat = await api.chat("Two", max_tokens=7, temperature=0, ignore_eos=True)
+        assert chat.body["usage"]["completion_tokens"] == 7
+
+
 async def test_seeded_choices_differ_and_repeat(tmp_path: Path) -> None:
     replies = [reply("", [{"any": [chr(97 + i) for i in range(26)]}] * 20)]
     async with serving(scripted(tmp_path, replies)) as api:

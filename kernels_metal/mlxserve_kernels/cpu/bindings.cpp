@@ -11,6 +11,7 @@
 #include "mlx/compile_impl.h"
 #include "ops.h"
 #include "pool.h"
+#include "stack_pools.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -18,12 +19,14 @@ using namespace nb::literals;
 namespace {
 
 using mlxserve::Activation;
+using mlxserve::Arrays;
 using mlxserve::DecoderLayer;
 using mlxserve::DecoderStack;
 using mlxserve::Experts;
 using mlxserve::Matrix;
 using mlxserve::Norm;
 using mlxserve::Rope;
+using mlxserve::StackPools;
 using Optional = std::optional<mlxserve::mx::array>;
 
 void bind_decoder(nb::module_& m) {
@@ -71,8 +74,11 @@ void bind_decoder(nb::module_& m) {
       .def_rw("rope", &DecoderLayer::rope)
       .def_rw("sinks", &DecoderLayer::sinks);
   nb::class_<DecoderStack>(m, "DecoderStack").def(nb::init<std::vector<DecoderLayer>>(), "layers"_a);
-  m.def("decoder_stack", &mlxserve::decoder_stack, "stack"_a, "hidden"_a, "positions"_a, "slot_mapping"_a,
-        "block_tables"_a, "q_starts"_a, "kv_lens"_a, "k_pools"_a, "v_pools"_a, "kv_bits"_a);
+  nb::class_<StackPools>(m, "StackPools")
+      .def(nb::init<std::shared_ptr<const DecoderStack>, Arrays, Arrays, int>(), "stack"_a, "k_pools"_a, "v_pools"_a,
+           "kv_bits"_a);
+  m.def("decoder_stack", &mlxserve::decoder_stack, "pools"_a, "hidden"_a, "positions"_a, "slot_mapping"_a,
+        "block_tables"_a, "q_starts"_a, "kv_lens"_a, "order"_a);
 }
 
 void bind_experts(nb::module_& m) {

@@ -9,6 +9,7 @@
 #include "isa.h"
 #include "pool.h"
 #include "primitive.h"
+#include "stack_pools.h"
 
 namespace mlxserve {
 namespace {
@@ -349,67 +350,45 @@ void run_stack(const DecoderStack& stack, const Step& step) {
 
 class DecoderStackPrimitive : public CpuPrimitive {
  public:
-  DecoderStackPrimitive(mx::Stream stream, std::shared_ptr<const DecoderStack> stack,
-                        std::vector<KvPools> pools)
-      : CpuPrimitive(stream), stack_(std::move(stack)), pools_(std::move(pools)) {}
+  DecoderStackPrimitive(mx::Stream stream, std::shared_ptr<const StackPools> pools)
+      : CpuPrimitive(stream), pools_(std::move(pools)) {}
 
   const char* name() const override { return "MlxserveDecoderStack"; }
 
-  // inputs: hidden, positions, slot_mapping, block_tables, q_starts, kv_lens, then k_pool, v_pool of each layer;
-  // outputs: hidden, and the first pool. Each output costs MLX time for every input and every other output, and
-  // stands for nothing but an order, which one pool gives as well as all.
+  // inputs: hidden, positions, slot_mapping, block_tables, q_starts, kv_lens, order; outputs: hidden, and the new
+  // handle of order, which stands for all pools.
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
     auto& encoder = mx::cpu::get_command_encoder(stream());
     allocate(outputs[0]);
     std::vector<mx::array> in;
-    for (int i = 0; i < kFirstPool; ++i) in.push_back(dense(inputs[i], encoder));
+    for (int i = 0; i < kOrder; ++i) in.push_back(dense(inputs[i], encoder));
     Step step{};
     step.input = in[0].data<float>(), step.hidden = outputs[0].data<float>();
     step.positions = in[1].data<int>(), step.slots = in[2].data<int>(), step.tables = in[3].data<int>();
     step.q_starts = in[4].data<int>(), step.kv_lens = in[5].data<int>();
     step.rows = long(in[1].size()), step.sequences = in[5].shape(0), step.max_pages = in[3].shape(1);
-    outputs[1].copy_shared_buffer(inputs[kFirstPool]);
-    for (std::size_t i = 0; i < stack_->layers.size(); ++i) {
-      const mx::array &keys = inputs[kFirstPool + 2 * i], &values = inputs[kFirstPool + 2 * i + 1];
-      for (int part : {0, 1}) {
-        const mx::array& pool = part ? values : keys;
-        require(pool.flags().row_contiguous, "decoder_stack: a pool must be contiguous");
-      }
-      require(keys.data<char>() != values.data<char>(), "decoder_stack: k_pool and v_pool must be two buffers");
-      step.pools.push_back({pools_[i].keys.at(keys), pools_[i].values.at(values)});
-    }
-    encoder.dispatch([stack = stack_, step = std::move(step)] { run_stack(*stack, step); });
+    step.pools = pools_->pools;
+    outputs[1].copy_shared_buffer(inputs[kOrder]);
+    encoder.dispatch([pools = pools_, step] { run_stack(*pools->stack, step); });
   }
 
-  static constexpr int kFirstPool = 6;
-
  private:
-  std::shared_ptr<const DecoderStack> stack_;
-  std::vector<KvPools> pools_;
-};
+  static constexpr int kOrder = 6;
 
-KvPools checked_pools(const DecoderLayer& l, const mx::array& keys, const mx::array& values, int kv_bits) {
-  const char* op = "decoder_stack";
-  KvPools pools = kv_pools(op, keys, values, kv_bits, l.dim, l.value_dim);
-  const auto& [k, v] = pools;
-  require(k.pages > 0 && k.page > 0, op, ": a pool has no pages");
-  require(k.heads == l.kv_heads && k.dim == l.dim && v.dim == l.value_dim, op, ": a layer has ", l.kv_heads,
-          " kv heads of ", l.dim, " and ", l.value_dim, ", its pools ", k.heads, " of ", k.dim, " and ", v.dim);
-  return pools;
-}
+  std::shared_ptr<const StackPools> pools_;
+};
 
 }  // namespace
 
-std::pair<mx::array, mx::array> decoder_stack(std::shared_ptr<const DecoderStack> stack, const mx::array& hidden,
+std::pair<mx::array, mx::array> decoder_stack(std::shared_ptr<const StackPools> pools, const mx::array& hidden,
                                               const mx::array& positions, const mx::array& slot_mapping,
                                               const mx::array& block_tables, const mx::array& q_starts,
-                                              const mx::array& kv_lens, const Arrays& k_pools, const Arrays& v_pools,
-                                              int kv_bits) {
+                                              const mx::array& kv_lens, const mx::array& order) {
   const char* op = "decoder_stack";
-  std::size_t count = stack->layers.size();
-  require(hidden.dtype() == mx::float32 && hidden.ndim() >= 1 && hidden.shape(-1) == stack->layers[0].hidden(), op,
-          ": hidden must be float32 [..., ", stack->layers[0].hidden(), "]");
-  long rows = long(hidden.size()) / hidden.shape(-1);
+  long width = pools->stack->layers[0].hidden();
+  require(hidden.dtype() == mx::float32 && hidden.ndim() >= 1 && hidden.shape(-1) == width, op,
+          ": hidden must be float32 [..., ", width, "]");
+  long rows = long(hidden.size()) / width;
   require(rows > 0, op, ": no rows");
   for (const mx::array* ids : {&positions, &slot_mapping, &block_tables, &q_starts, &kv_lens})
     require(ids->dtype() == mx::int32, op, ": index arrays must be int32");
@@ -419,18 +398,11 @@ std::pair<mx::array, mx::array> decoder_stack(std::shared_ptr<const DecoderStack
           ": q_starts must be [S + 1], kv_lens [S]");
   require(block_tables.ndim() == 2 && block_tables.shape(0) == kv_lens.shape(0), op,
           ": block_tables must be [S, max_pages]");
-  require(k_pools.size() == count && v_pools.size() == count, op, ": ", count, " layers need as many pools, got ",
-          k_pools.size(), " and ", v_pools.size());
-  std::vector<KvPools> pools;
-  Arrays inputs{hidden, positions, slot_mapping, block_tables, q_starts, kv_lens};
-  for (std::size_t i = 0; i < count; ++i) {
-    pools.push_back(checked_pools(stack->layers[i], k_pools[i], v_pools[i], kv_bits));
-    inputs.push_back(k_pools[i]);
-    inputs.push_back(v_pools[i]);
-  }
-  auto primitive = std::make_shared<DecoderStackPrimitive>(cpu_stream(), std::move(stack), std::move(pools));
-  Arrays outputs = mx::array::make_arrays({hidden.shape(), k_pools[0].shape()}, {mx::float32, k_pools[0].dtype()},
-                                          primitive, inputs);
+  const mx::array& first = pools->k_arrays[0];
+  require(order.shape() == first.shape() && order.dtype() == first.dtype(), op, ": order is no handle of k_pools[0]");
+  Arrays outputs = mx::array::make_arrays({hidden.shape(), order.shape()}, {mx::float32, order.dtype()},
+                                          std::make_shared<DecoderStackPrimitive>(cpu_stream(), std::move(pools)),
+                                          {hidden, positions, slot_mapping, block_tables, q_starts, kv_lens, order});
   return {outputs[0], outputs[1]};
 }
 

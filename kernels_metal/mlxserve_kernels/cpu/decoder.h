@@ -101,11 +101,12 @@ class DecoderStack {
 
 using Arrays = std::vector<mx::array>;
 
+struct StackPools;  // stack_pools.h
+
 // The hidden state behind the last layer and the new handle of k_pools[0] (see decoder.py).
-std::pair<mx::array, mx::array> decoder_stack(std::shared_ptr<const DecoderStack> stack, const mx::array& hidden,
+std::pair<mx::array, mx::array> decoder_stack(std::shared_ptr<const StackPools> pools, const mx::array& hidden,
                                               const mx::array& positions, const mx::array& slot_mapping,
                                               const mx::array& block_tables, const mx::array& q_starts,
-                                              const mx::array& kv_lens, const Arrays& k_pools, const Arrays& v_pools,
-                                              int kv_bits);
+                                              const mx::array& kv_lens, const mx::array& order);
 
 }  // namespace mlxserve

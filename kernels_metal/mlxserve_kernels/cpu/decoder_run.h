@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <span>
 #include <vector>
 
 #include "attention_plan.h"
@@ -18,7 +19,7 @@ struct Step {
   const int *positions, *slots, *tables, *q_starts, *kv_lens;
   const float* input;
   float* hidden;
-  std::vector<KvPools> pools;
+  std::span<const KvPools> pools;
 };
 
 struct SplitTask {

@@ -112,6 +112,7 @@ class GenerationFields(Wire):
     top_p: TopP | None = None
     top_k: TopK | None = None
     min_p: MinP | None = None
+    ignore_eos: bool | None = None
     seed: Seed | None = None
     stop: str | list[str] | None = None
     logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None

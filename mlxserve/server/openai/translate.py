@@ -49,6 +49,7 @@ class Options:
     choices_per_prompt: int
     sampling: SamplingParams
     stops: tuple[str, ...]
+    ignores_end: bool
     is_stream: bool
     has_usage_chunk: bool
 
@@ -82,13 +83,14 @@ class Job:
 
     def requests(self) -> list[GenerationRequest]:
         """The engine requests, in choice order; none when nothing is to be generated."""
+        end_ids: frozenset[int] = frozenset() if self.options.ignores_end else self.model.tokenizer.eos_ids
         return [
             GenerationRequest(
                 request_id=f"{self.id}-{prompt_index}-{choice}",
                 prompt_ids=prompt.ids,
                 max_tokens=limit,
                 sampling=self._sampling_of(choice),
-                stop_token_ids=self.model.tokenizer.eos_ids,
+                stop_token_ids=end_ids,
                 script_key=prompt.text,
             )
             for prompt_index, (prompt, limit) in enumerate(zip(self.prompts, self.max_tokens, strict=True))
@@ -164,6 +166,7 @@ def _options(body: GenerationFields, model: ServedModel) -> Options:
         choices_per_prompt=body.n or 1,
         sampling=_sampling(body, model),
         stops=_stops(body.stop),
+        ignores_end=bool(body.ignore_eos),
         is_stream=bool(body.stream),
         has_usage_chunk=bool(body.stream_options and body.stream_options.include_usage),
     )
