@@ -213,8 +213,8 @@ def silu_mul(gate: mx.array, up: mx.array) -> mx.array:
 
 
 def gelu_mul(gate: mx.array, up: mx.array, *, approx: Literal["none", "tanh"]) -> mx.array:
-    """``gelu(gate) * up`` of equal shapes and dtypes: with ``none`` gelu is ``z * (1 + erf(z / sqrt(2))) / 2``,
-    with ``tanh`` its approximation by tanh, as ``nn.gelu`` and ``nn.gelu_approx`` have them.
+    """``gelu(gate) * up`` of equal shapes and dtypes: with ``none`` gelu is
+    ``z * (1 + erf(z / sqrt(2))) / 2``, with ``tanh`` its approximation by tanh, as ``nn.gelu`` and ``nn.gelu_approx`` have them.
 
     >>> gelu_mul(mx.array([0.0, 100.0]), mx.array([2.0, 2.0]), approx="tanh").tolist()
     [0.0, 200.0]
@@ -275,8 +275,8 @@ def unpack_tiles(
 def tiled_matmul(
     x: mx.array, tiles: mx.array, *, group_size: int, bits: int, scale_dtype: mx.Dtype
 ) -> mx.array:
-    """``quantized_matmul`` with weights in tiles: x [..., K], returns [..., N] in the dtype of x. The gradient
-    of x is that of ``quantized_matmul``, in float32.
+    """``quantized_matmul`` with weights in tiles: x [..., K], returns [..., N] in the dtype of x. The
+    gradient of x is that of ``quantized_matmul``, in float32.
 
     Activations become integers, 32 values sharing a power of two, and products are summed exactly; a block's
     sum is rounded to float32 once. By default the integers have 23 bits, and results are nearer to the true

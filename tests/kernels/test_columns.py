@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
@@ -167,17 +168,8 @@ def test_gradients_of_products_with_tiles() -> None:
             pytest.skip("this CPU has no AVX-512 VNNI")
         tiles = ops.pack_tiles(w, scales, biases, group_size=group, bits=bits)
         x, dy = mx.random.normal((5, 3 * group)), mx.random.normal((5, 48))
-
-        def tiled(
-            x: mx.array,
-            tiles: mx.array = tiles,
-            dtype: mx.Dtype = dtype,
-            group: int = group,
-            bits: int = bits,
-        ) -> mx.array:
-            return ops.tiled_matmul(x, tiles, group_size=group, bits=bits, scale_dtype=dtype)
-
-        _, (dx,) = mx.vjp(tiled, (x,), (dy,))
+        tiled = partial(ops.tiled_matmul, group_size=group, bits=bits, scale_dtype=dtype)
+        _, (dx,) = mx.vjp(lambda x, tiled=tiled, tiles=tiles: tiled(x, tiles), (x,), (dy,))
         plain = ops.quantized_matmul(dy, w, scales, biases, group_size=group, bits=bits, transpose=False)
         assert mx.array_equal(dx, plain)
         with pytest.raises(ValueError, match="no gradient of quantized weights"):
