@@ -214,7 +214,8 @@ def silu_mul(gate: mx.array, up: mx.array) -> mx.array:
 
 def gelu_mul(gate: mx.array, up: mx.array, *, approx: Literal["none", "tanh"]) -> mx.array:
     """``gelu(gate) * up`` of equal shapes and dtypes: with ``none`` gelu is
-    ``z * (1 + erf(z / sqrt(2))) / 2``, with ``tanh`` its approximation by tanh, as ``nn.gelu`` and ``nn.gelu_approx`` have them.
+    ``z * (1 + erf(z / sqrt(2))) / 2``, with ``tanh`` its approximation by tanh, as ``nn.gelu`` and
+    ``nn.gelu_approx`` have them.
 
     >>> gelu_mul(mx.array([0.0, 100.0]), mx.array([2.0, 2.0]), approx="tanh").tolist()
     [0.0, 200.0]

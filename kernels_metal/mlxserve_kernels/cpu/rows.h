@@ -47,7 +47,7 @@ INLINE vf gelu_erf_times(vf g, vf u) {
   p = fma(p, v, splat(0.2416579599f));
   p = fma(p, v, splat(-0.4271859336f));
   p = fma(p, v, splat(0.2553956811f));
-  vf s = t * t, rest = fma(t, t, -s);  // what rounding took from the square
+  vf half = 0.5f * g, s = half * g, rest = fma(half, g, -s);  // t ** 2, and what its rounding took
   vf tail = 0.5f * p * exp_negative(-s) * (1.0f - rest);
   tail = t < splat(9.3f) ? tail : g != g ? g : (vf){};
   return g * (g < (vf){} ? tail : 1.0f - tail) * u;
