@@ -6,6 +6,9 @@
 constexpr long kDepth = 64;          // rows of w that are unpacked at a time
 constexpr int kColumnRows = W == 16 ? 8 : 6;  // rows of x that share what is loaded of w
 
+// A panel takes some bytes of each row, which the hardware does not foresee: they are asked for so many rows before.
+constexpr long kAhead = 16;
+
 // Values of tiles, with the interface of the readers in matmul.h.
 template <Format F, Format S>
 struct ReadTile {
@@ -18,7 +21,9 @@ struct ReadTile {
     group_bytes = tile_group_bytes(w), size = w.group, lane = n % kTile;
     tile = (const char*)w.data + n / kTile * (w.k / w.group) * group_bytes;
   }
+  INLINE_MEMBER void prefetch(const Weight&, long, long, long) const {}
   INLINE_MEMBER void widen(long g, long) { first = g; }
+  INLINE_MEMBER void prefetch_scales(const Weight&, long, long, long) const {}
   INLINE_MEMBER void group(unsigned i) {
     const char* head = tile + (first + i) * group_bytes;
     scale = splat(load_scalar(head, S, lane)), bias = splat(load_scalar(head, S, kTile + lane));
@@ -87,7 +92,9 @@ INLINE void fill_row(const Weight& w, long n, long begin, long end, float* to) {
   const int shift = group_shift(w);
   const long first = begin >> shift;
   reader.widen(first, ceil_div(end, 1L << shift) - first);
+  reader.prefetch_scales(w, first, kAhead, 1);
   for (long k = begin; k < end; k += CHUNK) {
+    reader.prefetch(w, k, kAhead, 1);
     reader.group((unsigned)((k >> shift) - first));
     for (int i = 0; i < CHUNK; i += W) store(to + k + i - begin, reader.vector(k + i));
   }
