@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from mlxserve_kernels.dispatch import FLOAT_TYPES, reads_quantized
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "gelu"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,12 @@
 """The kernels: one public function an op. Each runs the C++ extension where ``dispatch`` picked it and the
 arguments are of a kind that it has; all else runs the twin in ``reference``, that is mlx's own ops.
 
-The extension has: float32 activations; affine weights of 2, 3, 4, 5, 6 or 8 bits with groups of 32, 64 or
-128; mxfp4, mxfp8 and nvfp4 weights (K a multiple of 32); dense weights and KV pools of float32, float16 or
-bfloat16, and quantized KV pools. There the result of a row does not depend on the other rows of the call, on
-its place among them, on page placement or on the number of threads: its bits are equal. quantized_matmul,
-linear, rms_norm and silu_mul have gradients, by mlx's own ops; one of quantized weights raises ValueError.
+The extension has: activations of float32, float16 or bfloat16, the last two computed in float32 and rounded
+once, at the end; affine weights of 2, 3, 4, 5, 6 or 8 bits with groups of 32, 64 or 128; mxfp4, mxfp8 and
+nvfp4 weights (K a multiple of 32); dense weights and KV pools of float32, float16 or bfloat16, and quantized
+KV pools. There the result of a row does not depend on the other rows of the call, on its place among them, on
+page placement or on the number of threads: its bits are equal. quantized_matmul, tiled_matmul, linear,
+rms_norm, silu_mul and gelu_mul have gradients; one of quantized weights raises ValueError.
 
 All functions are lazy as mlx ops are. The extension raises ValueError at the call for wrong shapes and
 dtypes, and RuntimeError when the result is evaluated for wrong *values* of index arrays, such as a slot
@@ -15,6 +16,7 @@ outside the pool (``reference`` cannot see those: there the caller must be right
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal, overload
 
 import mlx.core as mx
 
@@ -54,34 +56,40 @@ def quantized_matmul(
     group_size: int,
     bits: int,
     mode: str = "affine",
+    transpose: bool = True,
 ) -> mx.array:
-    """``x @ dequantize(w).T``.
+    """``x @ dequantize(w).T``, or ``x @ dequantize(w)`` without ``transpose``.
 
-    x [..., K]; w uint32 [N, K * bits / 32], the first value in the lowest bits; scales, biases
-    [N, K / group_size]. Returns [..., N] in the dtype of x. A weight is ``scale * q + bias``, both steps in
-    float32, as ``mx.dequantize`` gives it; sums are exact float32 fma.
+    x [..., K], or [..., N]; w uint32 [N, K * bits / 32], the first value in the lowest bits; scales, biases
+    [N, K / group_size]. Returns [..., N], or [..., K], in the dtype of x. A weight is ``scale * q + bias``,
+    both steps in float32, as ``mx.dequantize`` gives it; sums are exact float32 fma. Each form is the other's
+    gradient; neither makes a dequantized copy of w.
     Other bits, groups, modes and activation dtypes run ``mx.quantized_matmul``, whatever is selected.
 
     >>> w, scales, biases = mx.quantize(mx.random.normal((64, 128)), group_size=32, bits=4)
     >>> quantized_matmul(mx.ones((3, 128)), w, scales, biases, group_size=32, bits=4).shape
     (3, 64)
+    >>> quantized_matmul(mx.ones((3, 64)), w, scales, biases, group_size=32, bits=4, transpose=False).shape
+    (3, 128)
     """
     cpu = extension()
     is_read = reads_quantized(scales, biases, group_size=group_size, bits=bits, mode=mode)
-    if cpu is None or not is_read or x.dtype != mx.float32 or w.ndim != 2:
-        return reference.quantized_matmul(x, w, scales, biases, group_size=group_size, bits=bits, mode=mode)
-    y: mx.array = cpu.quantized_matmul(x, w, scales, biases, group_size, bits, mode)
+    if cpu is None or not is_read or x.dtype not in FLOAT_TYPES or w.ndim != 2:
+        return reference.quantized_matmul(
+            x, w, scales, biases, group_size=group_size, bits=bits, mode=mode, transpose=transpose
+        )
+    y: mx.array = cpu.quantized_matmul(x, w, scales, biases, group_size, bits, mode, transpose)
     return y
 
 
 def linear(x: mx.array, w: mx.array) -> mx.array:
-    """``x @ w.T``: x [..., K], w [N, K]; returns [..., N] in the dtype of x. A narrower w is widened.
+    """``x @ w.T``: x [..., K], w [N, K]; returns [..., N] in the dtype of x. What is narrower is widened.
 
     >>> linear(mx.ones((3, 8)), mx.ones((5, 8), dtype=mx.bfloat16)).shape
     (3, 5)
     """
     cpu = extension()
-    if cpu is None or x.dtype != mx.float32 or w.dtype not in FLOAT_TYPES or w.ndim != 2:
+    if cpu is None or x.dtype not in FLOAT_TYPES or w.dtype not in FLOAT_TYPES or w.ndim != 2:
         return reference.linear(x, w)
     y: mx.array = cpu.linear(x, w)
     return y
@@ -162,29 +170,71 @@ def sample_tokens(
     return tokens
 
 
-def rms_norm(x: mx.array, weight: mx.array | None, eps: float) -> mx.array:
+@overload
+def rms_norm(x: mx.array, weight: mx.array | None, eps: float, residual: None = None) -> mx.array: ...
+@overload
+def rms_norm(
+    x: mx.array, weight: mx.array | None, eps: float, residual: mx.array
+) -> tuple[mx.array, mx.array]: ...
+def rms_norm(
+    x: mx.array, weight: mx.array | None, eps: float, residual: mx.array | None = None
+) -> mx.array | tuple[mx.array, mx.array]:
     """``x / sqrt(mean(x ** 2) + eps) * weight`` over the last axis: x [..., K], weight [K] or None (ones).
+    With a residual, of the shape and dtype of x, the norm of ``x + residual``, and that sum as well.
 
     >>> rms_norm(mx.array([[3.0, 3.0]]), mx.array([1.0, 2.0]), 0.0).tolist()
     [[1.0, 2.0]]
+    >>> normed, total = rms_norm(mx.array([[3.0, 3.0]]), None, 0.0, mx.array([[1.0, 1.0]]))
+    >>> normed.tolist(), total.tolist()
+    ([[1.0, 1.0]], [[4.0, 4.0]])
     """
+    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
+        raise ValueError(
+            f"rms_norm: residual must be {x.dtype} {list(x.shape)} as x is, "
+            f"got {residual.dtype} {list(residual.shape)}"
+        )
     cpu = extension()
-    if cpu is None or x.dtype != mx.float32 or (weight is not None and weight.dtype not in FLOAT_TYPES):
-        return reference.rms_norm(x, weight, eps)
-    y: mx.array = cpu.rms_norm(x, weight, eps)
+    is_read = x.dtype in FLOAT_TYPES and (weight is None or weight.dtype in FLOAT_TYPES)
+    if cpu is None or not is_read:
+        return reference.rms_norm(x, weight, eps, residual)
+    y: mx.array | tuple[mx.array, mx.array] = (
+        cpu.rms_norm(x, weight, eps) if residual is None else cpu.add_rms_norm(x, residual, weight, eps)
+    )
     return y
 
 
 def silu_mul(gate: mx.array, up: mx.array) -> mx.array:
-    """``gate * sigmoid(gate) * up`` of equal shapes.
+    """``gate * sigmoid(gate) * up`` of equal shapes and dtypes.
 
     >>> silu_mul(mx.array([0.0]), mx.array([2.0])).tolist()
     [0.0]
     """
+    return _gated(gate, up, "silu")
+
+
+def gelu_mul(gate: mx.array, up: mx.array, *, approx: Literal["none", "tanh"]) -> mx.array:
+    """``gelu(gate) * up`` of equal shapes and dtypes: with ``none`` gelu is
+    ``z * (1 + erf(z / sqrt(2))) / 2``, with ``tanh`` its approximation by tanh, as ``nn.gelu`` and
+    ``nn.gelu_approx`` have them.
+
+    >>> gelu_mul(mx.array([0.0, 100.0]), mx.array([2.0, 2.0]), approx="tanh").tolist()
+    [0.0, 200.0]
+    """
+    if approx not in ("none", "tanh"):
+        raise ValueError(f"gelu_mul: approx must be none or tanh, got {approx!r}")
+    return _gated(gate, up, "gelu" if approx == "none" else "gelu_tanh")
+
+
+def _gated(gate: mx.array, up: mx.array, activation: Activation) -> mx.array:
+    if gate.shape != up.shape or gate.dtype != up.dtype:
+        raise ValueError(
+            f"gate and up must have one shape and dtype, got {gate.dtype} {list(gate.shape)} and "
+            f"{up.dtype} {list(up.shape)}"
+        )
     cpu = extension()
-    if cpu is None or gate.dtype != mx.float32 or up.dtype != mx.float32:
-        return reference.silu_mul(gate, up)
-    y: mx.array = cpu.silu_mul(gate, up)
+    if cpu is None or gate.dtype not in FLOAT_TYPES:
+        return reference.gated(gate, up, activation)
+    y: mx.array = cpu.gated(gate, up, getattr(cpu.Activation, activation))
     return y
 
 
@@ -226,7 +276,8 @@ def unpack_tiles(
 def tiled_matmul(
     x: mx.array, tiles: mx.array, *, group_size: int, bits: int, scale_dtype: mx.Dtype
 ) -> mx.array:
-    """``quantized_matmul`` with weights in tiles: x float32 [..., K], returns float32 [..., N].
+    """``quantized_matmul`` with weights in tiles: x [..., K], returns [..., N] in the dtype of x. The
+    gradient of x is that of ``quantized_matmul``, in float32.
 
     Activations become integers, 32 values sharing a power of two, and products are summed exactly; a block's
     sum is rounded to float32 once. By default the integers have 23 bits, and results are nearer to the true
@@ -275,7 +326,7 @@ def gather_matmul(x: mx.array, ids: mx.array, weights: ExpertWeights) -> mx.arra
     [[[24.0, 24.0], [0.0, 0.0]]]
     """
     cpu = extension()
-    if cpu is None or x.dtype != mx.float32 or not weights.is_supported:
+    if cpu is None or x.dtype not in FLOAT_TYPES or not weights.is_supported:
         return reference.gather_matmul(x, ids, weights)
     y: mx.array = cpu.gather_matmul(x, ids, weights.native(cpu))
     return y
@@ -295,7 +346,8 @@ def gated_experts(
     (float32, of the shape of ids) their sum times these, in the order of ids: [..., N].
 
     x [..., K], ids as in ``gather_matmul``; gate and up [E, M, K], down [E, N, M]. ``silu`` is
-    ``z * sigmoid(z)``, ``gelu_tanh`` as ``nn.gelu_approx`` has it. Returns the dtype of x.
+    ``z * sigmoid(z)``, ``gelu_tanh`` as ``nn.gelu_approx`` has it, ``gelu`` as ``nn.gelu``. Returns the dtype
+    of x.
 
     >>> ones = ExpertWeights(mx.ones((2, 4, 4)))
     >>> gated_experts(mx.ones((3, 4)), mx.zeros((3, 2), dtype=mx.int32), ones, ones, ones).shape
@@ -303,8 +355,8 @@ def gated_experts(
     """
     cpu = extension()
     is_read = gate.is_supported and up.is_supported and down.is_supported
-    is_float32 = x.dtype == mx.float32 and (shares is None or shares.dtype == mx.float32)
-    if cpu is None or not is_float32 or not is_read:
+    is_float = x.dtype in FLOAT_TYPES and (shares is None or shares.dtype == mx.float32)
+    if cpu is None or not is_float or not is_read:
         return reference.gated_experts(x, ids, gate, up, down, activation=activation, shares=shares)
     y: mx.array = cpu.gated_experts(
         x,
@@ -440,7 +492,7 @@ def paged_attention(
         )
     sinks = None if sinks is None else sinks.astype(mx.float32)
     output: mx.array = cpu.paged_attention(
-        q.astype(mx.float32),
+        q,
         k_pool,
         v_pool,
         block_tables,
@@ -452,7 +504,7 @@ def paged_attention(
         sinks,
         _bits(kv_bits),
     )
-    return output.astype(q.dtype)
+    return output
 
 
 def _bits(kv_bits: int | None) -> int:

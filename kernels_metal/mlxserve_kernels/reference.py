@@ -4,7 +4,8 @@ kernel of ours does. Shapes, dtypes and errors are those of ``ops``."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Literal, overload
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -23,13 +24,16 @@ def quantized_matmul(
     group_size: int,
     bits: int,
     mode: str = "affine",
+    transpose: bool = True,
 ) -> mx.array:
-    y = mx.quantized_matmul(x, w, scales, biases, transpose=True, group_size=group_size, bits=bits, mode=mode)
+    y = mx.quantized_matmul(
+        x, w, scales, biases, transpose=transpose, group_size=group_size, bits=bits, mode=mode
+    )
     return y.astype(x.dtype)
 
 
 def linear(x: mx.array, w: mx.array) -> mx.array:
-    return x @ w.astype(x.dtype).T
+    return (x @ w.T).astype(x.dtype)
 
 
 def embed_rows(
@@ -109,12 +113,38 @@ def _column(values: Sequence[float]) -> mx.array:
     return mx.array(list(values))[:, None]
 
 
-def rms_norm(x: mx.array, weight: mx.array | None, eps: float) -> mx.array:
-    return mx.fast.rms_norm(x, None if weight is None else weight.astype(x.dtype), eps)
+@overload
+def rms_norm(x: mx.array, weight: mx.array | None, eps: float, residual: None = None) -> mx.array: ...
+@overload
+def rms_norm(
+    x: mx.array, weight: mx.array | None, eps: float, residual: mx.array
+) -> tuple[mx.array, mx.array]: ...
+def rms_norm(
+    x: mx.array, weight: mx.array | None, eps: float, residual: mx.array | None = None
+) -> mx.array | tuple[mx.array, mx.array]:
+    total = x if residual is None else x + residual
+    normed = mx.fast.rms_norm(total, None if weight is None else weight.astype(x.dtype), eps)
+    return normed if residual is None else (normed, total)
 
 
 def silu_mul(gate: mx.array, up: mx.array) -> mx.array:
-    return gate * mx.sigmoid(gate) * up
+    return gated(gate, up, "silu")
+
+
+def gelu_mul(gate: mx.array, up: mx.array, *, approx: Literal["none", "tanh"]) -> mx.array:
+    return gated(gate, up, "gelu" if approx == "none" else "gelu_tanh")
+
+
+def gated(gate: mx.array, up: mx.array, activation: Activation) -> mx.array:
+    wide = _ACTIVATIONS[activation](gate.astype(mx.float32)) * up.astype(mx.float32)
+    return wide.astype(gate.dtype)
+
+
+_ACTIVATIONS: dict[Activation, Callable[[mx.array], mx.array]] = {
+    "silu": nn.silu,
+    "gelu_tanh": nn.gelu_approx,
+    "gelu": nn.gelu,
+}
 
 
 def resize_rows(a: mx.array, num_rows: int) -> mx.array:
@@ -155,9 +185,7 @@ def gated_experts(
     activation: Activation = "silu",
     shares: mx.array | None = None,
 ) -> mx.array:
-    function = nn.silu if activation == "silu" else nn.gelu_approx
-    gated = function(gather_matmul(x, ids, gate)) * gather_matmul(x, ids, up)
-    y = gather_matmul(gated, ids, down)
+    y = gather_matmul(gated(gather_matmul(x, ids, gate), gather_matmul(x, ids, up), activation), ids, down)
     return y if shares is None else (y * shares[..., None]).sum(axis=-2).astype(x.dtype)
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import mlx.core as mx
 import pytest
 
 from mlxserve_kernels import ops
+from mlxserve_kernels.dispatch import extension, num_threads
 
 RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -24,6 +25,19 @@ def seed() -> None:
 def cpu_kernels() -> None:
     if ops.implementation() == "reference":
         pytest.skip("the C++ extension is not in use")
+
+
+@pytest.fixture(params=["portable", "avx2", "avx512"])
+def isa(request: pytest.FixtureRequest, cpu_kernels: None) -> Iterator[str]:
+    """Runs a test on each instruction set that this CPU has."""
+    cpu = extension()
+    assert cpu is not None
+    if request.param not in cpu.available_isas():
+        pytest.skip(f"this CPU has no {request.param}")
+    in_use = cpu.isa()
+    cpu.configure(num_threads(), request.param)
+    yield request.param
+    cpu.configure(num_threads(), in_use)
 
 
 @pytest.fixture

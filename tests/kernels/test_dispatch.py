@@ -92,6 +92,8 @@ def test_reference_by_choice(run_python: RunPython) -> None:
     [
         ("MLXSERVE_KERNELS", "gpu", "MLXSERVE_KERNELS must be one of reference, cpu, got 'gpu'"),
         ("MLXSERVE_KERNELS", "", "MLXSERVE_KERNELS must be one of reference, cpu, got ''"),
+        ("MLXSERVE_CPU_MATMUL", "bf16", "MLXSERVE_CPU_MATMUL must be one of exact, int16, int8, got 'bf16'"),
+        ("MLXSERVE_CPU_MATMUL", "", "MLXSERVE_CPU_MATMUL must be one of exact, int16, int8, got ''"),
         ("MLXSERVE_THREADS", "0", "MLXSERVE_THREADS must be a whole number from 1 to 1024, got '0'"),
         ("MLXSERVE_THREADS", "two", "MLXSERVE_THREADS must be a whole number from 1 to 1024, got 'two'"),
         ("MLXSERVE_THREADS", "1025", "MLXSERVE_THREADS must be a whole number from 1 to 1024, got '1025'"),

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from mlxserve_kernels import ops, reference
-from mlxserve_kernels.dispatch import extension, num_threads
 from mlxserve_kernels.experts import Activation, ExpertWeights
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
@@ -22,18 +20,6 @@ FORMATS = [
     ("mxfp8", 32, 8),
     ("nvfp4", 16, 4),
 ]
-
-
-@pytest.fixture(params=["portable", "avx2", "avx512"])
-def each_isa(request: pytest.FixtureRequest, cpu_kernels: None) -> Iterator[None]:
-    cpu = extension()
-    assert cpu is not None
-    if request.param not in cpu.available_isas():
-        pytest.skip(f"this CPU has no {request.param}")
-    in_use = cpu.isa()
-    cpu.configure(num_threads(), request.param)
-    yield
-    cpu.configure(num_threads(), in_use)
 
 
 def experts(
@@ -100,7 +86,7 @@ def assert_close(got: mx.array, want: mx.array) -> None:
     np.testing.assert_allclose(left, right, rtol=0, atol=1e-5 * max(np.abs(right).max(), 1.0))
 
 
-@pytest.mark.usefixtures("each_isa")
+@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize(("bits", "dtype"), [(4, mx.float32), (4, mx.float16), (8, mx.bfloat16)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_row_has_the_bits_of_a_plain_product(bits: int, dtype: mx.Dtype, bias: bool) -> None:
@@ -114,7 +100,7 @@ def test_a_row_has_the_bits_of_a_plain_product(bits: int, dtype: mx.Dtype, bias:
             assert mx.array_equal(ops.gather_matmul(x, ids, weights), one_by_one(x, ids, weights))
 
 
-@pytest.mark.usefixtures("each_isa")
+@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize(("mode", "group", "bits"), FORMATS)
 def test_every_format(mode: str, group: int, bits: int) -> None:
     for n, rows in itertools.product((3, 50), (1, 30)):
@@ -129,7 +115,7 @@ def test_every_format(mode: str, group: int, bits: int) -> None:
         )
 
 
-@pytest.mark.usefixtures("each_isa")
+@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 def test_dense_experts(dtype: mx.Dtype) -> None:
     for n, k, rows in itertools.product((3, 49), (1, 33, 64), (1, 20)):
@@ -148,7 +134,7 @@ def test_gather_equals_reference(bits: int, group: int, is_paired: bool) -> None
     assert_close(ops.gather_matmul(x, ids, weights), reference.gather_matmul(x, ids, weights))
 
 
-@pytest.mark.usefixtures("each_isa")
+@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("bits", [None, 4, 8])
 def test_gated_experts_equal_reference(activation: Activation, bits: int | None) -> None:
@@ -168,7 +154,7 @@ def test_formats_may_differ() -> None:
     assert_close(ops.gated_experts(x, ids, gate, up, down), reference.gated_experts(x, ids, gate, up, down))
 
 
-@pytest.mark.usefixtures("each_isa")
+@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("bits", [None, 4])
 def test_bits_of_a_row_depend_on_itself_alone(bits: int | None) -> None:
     gate, up, down = (experts(8, *shape, bits) for shape in ((96, 64), (96, 64), (64, 96)))

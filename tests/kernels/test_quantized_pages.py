@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -12,24 +11,10 @@ import pytest
 
 from mlxserve_kernels import ops, quantized_pages, reference
 from mlxserve_kernels.decoder import DecoderLayer, DecoderStack, Projection
-from mlxserve_kernels.dispatch import extension, num_threads
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 BITS = (8, 4)
-
-
-@pytest.fixture(params=["portable", "avx2", "avx512"])
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Runs a test on each instruction set that this CPU has."""
-    cpu = extension()
-    assert cpu is not None
-    if request.param not in cpu.available_isas():
-        pytest.skip(f"this CPU has no {request.param}")
-    chosen = cpu.isa()
-    cpu.configure(num_threads(), request.param)
-    yield request.param
-    cpu.configure(num_threads(), chosen)
 
 
 def ids(values: Any) -> mx.array:

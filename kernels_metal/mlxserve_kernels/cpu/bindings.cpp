@@ -42,7 +42,8 @@ void bind_decoder(nb::module_& m) {
                                   "inverse_frequencies"_a, "position_scale"_a, "input_scale"_a, "is_interleaved"_a);
   nb::enum_<Activation>(m, "Activation")
       .value("silu", Activation::silu)
-      .value("gelu_tanh", Activation::gelu_tanh);
+      .value("gelu_tanh", Activation::gelu_tanh)
+      .value("gelu", Activation::gelu);
   nb::class_<Experts>(m, "Experts")
       .def(nb::init<Matrix, Matrix, Matrix, Matrix, long, bool, std::optional<Matrix>>(), "router"_a, "gate"_a, "up"_a,
            "down"_a, "top_k"_a, "is_normalized"_a, "shared_gate"_a.none());
@@ -116,7 +117,7 @@ NB_MODULE(_cpu, m) {
       [] { mlx::core::detail::compile_clear_cache(mlx::core::detail::compile_cache()); },
       "Drop what mx.compile keeps for this thread.");
   m.def("quantized_matmul", &mlxserve::quantized_matmul, "x"_a, "w"_a, "scales"_a, "biases"_a.none(), "group_size"_a,
-        "bits"_a, "mode"_a);
+        "bits"_a, "mode"_a, "is_transposed"_a);
   m.def("linear", &mlxserve::linear, "x"_a, "w"_a);
   m.def("embed_rows", &mlxserve::embed_rows, "ids"_a, "w"_a, "scales"_a.none(), "biases"_a.none(), "group_size"_a,
         "bits"_a, "mode"_a);
@@ -124,7 +125,8 @@ NB_MODULE(_cpu, m) {
   m.def("sample_tokens", &mlxserve::sample_tokens, "logits"_a, "temperature"_a, "top_k"_a, "top_p"_a, "min_p"_a,
         "keys"_a);
   m.def("rms_norm", &mlxserve::rms_norm, "x"_a, "weight"_a.none(), "eps"_a);
-  m.def("silu_mul", &mlxserve::silu_mul, "gate"_a, "up"_a);
+  m.def("add_rms_norm", &mlxserve::add_rms_norm, "x"_a, "residual"_a, "weight"_a.none(), "eps"_a);
+  m.def("gated", &mlxserve::gated, "gate"_a, "up"_a, "activation"_a);
   m.def("has_tiles", &mlxserve::has_tiles, "Whether the instruction set in use computes with tiles.");
   m.def("set_digits", &mlxserve::set_digits, "digits"_a);
   m.def("pack_tiles", &mlxserve::pack_tiles, "w"_a, "scales"_a, "biases"_a, "group_size"_a, "bits"_a);

@@ -1,5 +1,6 @@
 // The operations on experts that are not part of a whole layer.
 #include "experts.h"
+#include "floats.h"
 #include "mlx/ops.h"
 #include "ops.h"
 #include "pool.h"
@@ -75,6 +76,12 @@ void check_ids(const char* op, const int* ids, const Grouping& grouping) {
             ", ", pair % grouping.top_k, "], there are ", grouping.experts, " experts");
 }
 
+// Calls run(x, y) with floats of all rows.
+template <class Run>
+void in_all_floats(const Input& x, const Output& y, long rows, Run&& run) {
+  in_floats(x, y, rows, [&](const float* from, float* to, long, long) { run(from, to); }, 1, rows);
+}
+
 // Calls work(worker) with an ExpertWorker on each thread.
 template <class Work>
 void run(const Grouping& grouping, std::size_t own_floats, Work&& work) {
@@ -101,24 +108,29 @@ class GatherMatmul : public CpuPrimitive {
     auto next = inputs.begin() + 2;
     ExpertMatrix m = layout_.matrix(next, encoder);
     Grouping grouping(long(ids.size()) / ids.shape(-1), ids.shape(-1), layout_.experts);
-    encoder.dispatch([m, grouping = std::move(grouping), is_paired = is_paired_, x = x.data<float>(),
-                      ids = ids.data<int>(), y = outputs[0].data<float>()]() mutable {
+    Input from = input_rows(x, is_paired_ ? grouping.top_k * m.w.k : m.w.k);
+    Output to = output_rows(outputs[0], grouping.top_k * m.w.n);
+    encoder.dispatch([=, grouping = std::move(grouping), is_paired = is_paired_, ids = ids.data<int>()]() mutable {
       check_ids("gather_matmul", ids, grouping);
       grouping.sort(ids);
-      const bool to_tiles = is_tiled(m.w.format);
-      std::size_t results = aligned(grouping.pairs.size() * m.w.n);
-      long packed = long(grouping.packed_places.size());
-      float* shared = scratch(2, results + expert_input_floats(grouping, packed, m.w.k, to_tiles));
-      run(grouping, expert_scratch_floats(m.w.k), [&](auto worker) {
-        using Order = decltype(worker)::Order;
-        worker.prepare(x, m.w.k, is_paired ? Order::pairs : Order::rows, shared + results, to_tiles);
-        worker.multiply(m, shared);
-        worker.scatter(shared, m.w.n, y);
-      });
+      in_all_floats(from, to, grouping.rows, [&](const float* x, float* y) { multiply(m, grouping, is_paired, x, y); });
     });
   }
 
  private:
+  static void multiply(const ExpertMatrix& m, const Grouping& grouping, bool is_paired, const float* x, float* y) {
+    const bool to_tiles = is_tiled(m.w.format);
+    std::size_t results = aligned(grouping.pairs.size() * m.w.n);
+    long packed = long(grouping.packed_places.size());
+    float* shared = scratch(2, results + expert_input_floats(grouping, packed, m.w.k, to_tiles));
+    run(grouping, expert_scratch_floats(m.w.k), [&](auto worker) {
+      using Order = decltype(worker)::Order;
+      worker.prepare(x, m.w.k, is_paired ? Order::pairs : Order::rows, shared + results, to_tiles);
+      worker.multiply(m, shared);
+      worker.scatter(shared, m.w.n, y);
+    });
+  }
+
   Layout layout_;
   bool is_paired_;
 };
@@ -136,36 +148,48 @@ class GatedExperts : public CpuPrimitive {
     auto& encoder = mx::cpu::get_command_encoder(stream());
     allocate(outputs[0]);
     mx::array x = dense(inputs[0], encoder), ids = dense(inputs[1], encoder);
-    const float* shares = has_shares_ ? dense(inputs[2], encoder).data<float>() : nullptr;
+    Parts parts{activation_, has_shares_ ? dense(inputs[2], encoder).data<float>() : nullptr, {}, {}, {}};
     auto next = inputs.begin() + (has_shares_ ? 3 : 2);
-    ExpertMatrix gate = gate_.matrix(next, encoder), up = up_.matrix(next, encoder),
-                 down = down_.matrix(next, encoder);
+    parts.gate = gate_.matrix(next, encoder), parts.up = up_.matrix(next, encoder);
+    parts.down = down_.matrix(next, encoder);
     Grouping grouping(long(ids.size()) / ids.shape(-1), ids.shape(-1), gate_.experts);
-    encoder.dispatch([=, grouping = std::move(grouping), activation = activation_, x = x.data<float>(),
-                      ids = ids.data<int>(), y = outputs[0].data<float>()]() mutable {
+    Input from = input_rows(x, parts.gate.w.k);
+    Output to = output_rows(outputs[0], has_shares_ ? parts.down.w.n : grouping.top_k * parts.down.w.n);
+    encoder.dispatch([=, grouping = std::move(grouping), ids = ids.data<int>()]() mutable {
       check_ids("gated_experts", ids, grouping);
       grouping.sort(ids);
-      long hidden = gate.w.k, width = gate.w.n, n = down.w.n, widest = std::max(hidden, width);
-      std::size_t inner = aligned(grouping.pairs.size() * width), results = aligned(grouping.pairs.size() * n);
-      std::size_t packing = 0;
-      for (const Weight& w : {gate.w, down.w})
-        packing = std::max(packing, expert_input_floats(grouping, long(grouping.packed_places.size()), w.k,
-                                                        is_tiled(w.format)));
-      float* gates = scratch(2, 2 * inner + results + packing);
-      float *ups = gates + inner, *z = ups + inner, *packed = z + results;
-      run(grouping, expert_scratch_floats(widest), [&](auto worker) {
-        using Order = decltype(worker)::Order;
-        worker.prepare(x, hidden, Order::rows, packed, is_tiled(gate.w.format));
-        worker.multiply_gated(gate, up, activation, gates, ups);
-        worker.prepare(gates, width, Order::places, packed, is_tiled(down.w.format));
-        worker.multiply(down, z);
-        if (shares) worker.combine(z, n, shares, y);
-        else worker.scatter(z, n, y);
-      });
+      in_all_floats(from, to, grouping.rows, [&](const float* x, float* y) { run_all(parts, grouping, x, y); });
     });
   }
 
  private:
+  struct Parts {
+    Activation activation;
+    const float* shares;
+    ExpertMatrix gate, up, down;
+  };
+
+  static void run_all(const Parts& parts, const Grouping& grouping, const float* x, float* y) {
+    const auto& [activation, shares, gate, up, down] = parts;
+    long hidden = gate.w.k, width = gate.w.n, n = down.w.n, widest = std::max(hidden, width);
+    std::size_t inner = aligned(grouping.pairs.size() * width), results = aligned(grouping.pairs.size() * n);
+    std::size_t packing = 0;
+    for (const Weight& w : {gate.w, down.w})
+      packing = std::max(packing, expert_input_floats(grouping, long(grouping.packed_places.size()), w.k,
+                                                      is_tiled(w.format)));
+    float* gates = scratch(2, 2 * inner + results + packing);
+    float *ups = gates + inner, *z = ups + inner, *packed = z + results;
+    run(grouping, expert_scratch_floats(widest), [&](auto worker) {
+      using Order = decltype(worker)::Order;
+      worker.prepare(x, hidden, Order::rows, packed, is_tiled(gate.w.format));
+      worker.multiply_gated(gate, up, activation, gates, ups);
+      worker.prepare(gates, width, Order::places, packed, is_tiled(down.w.format));
+      worker.multiply(down, z);
+      if (shares) worker.combine(z, n, shares, y);
+      else worker.scatter(z, n, y);
+    });
+  }
+
   Layout gate_, up_, down_;
   Activation activation_;
   bool has_shares_;
@@ -203,7 +227,8 @@ class Route : public CpuPrimitive {
 mx::Shape rows_shape(const char* op, const mx::array& x, const mx::array& ids) {
   require(ids.dtype() == mx::int32 || ids.dtype() == mx::uint32, op, ": ids must be int32 or uint32");
   require(ids.ndim() >= 1 && ids.shape(-1) > 0, op, ": ids must be [..., top_k]");
-  require(x.dtype() == mx::float32 && x.ndim() >= 1, op, ": x must be float32 [..., K]");
+  format_of(x, op, "x");
+  require(x.ndim() >= 1, op, ": x must be [..., K]");
   mx::Shape rows = ids.shape();
   rows.pop_back();
   return rows;
@@ -225,7 +250,7 @@ mx::array gather_matmul(const mx::array& x, const mx::array& ids, const ExpertAr
           "] with the rows or the pairs of ids");
   std::vector<mx::array> inputs{x, ids};
   Layout::append(matrix, inputs);
-  return mx::array(with(ids.shape(), {layout.shape.n}), mx::float32,
+  return mx::array(with(ids.shape(), {layout.shape.n}), x.dtype(),
                    std::make_shared<GatherMatmul>(cpu_stream(), layout, is_paired), std::move(inputs));
 }
 
@@ -249,7 +274,7 @@ mx::array gated_experts(const mx::array& x, const mx::array& ids, const std::opt
   }
   for (const ExpertArrays* m : {&gate, &up, &down}) Layout::append(*m, inputs);
   auto primitive = std::make_shared<GatedExperts>(cpu_stream(), g, u, d, activation, shares.has_value());
-  return mx::array(shares ? with(rows, {d.shape.n}) : with(ids.shape(), {d.shape.n}), mx::float32,
+  return mx::array(shares ? with(rows, {d.shape.n}) : with(ids.shape(), {d.shape.n}), x.dtype(),
                    std::move(primitive), std::move(inputs));
 }
 

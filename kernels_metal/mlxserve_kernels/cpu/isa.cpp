@@ -16,10 +16,13 @@ namespace {
 
 #include "vec.h"
 
+#include "narrow.h"
+
 #include "widen_pages.h"
 
 #include "attention.h"
 #include "matmul.h"
+#include "columns.h"
 #include "rows.h"
 #include "sampling.h"
 #if defined(MLXSERVE_AVX512)
@@ -48,6 +51,10 @@ const Kernels kernels = {
     .to_digits = nullptr,
     .tile_matmul = nullptr,
 #endif
+    .columns_floats = columns_floats,
+    .matmul_columns = matmul_columns,
+    .widen = widen,
+    .narrow = narrow,
     .read_row = read_row,
     .argmax = argmax,
     .block_maxima = block_maxima,
@@ -55,7 +62,6 @@ const Kernels kernels = {
     .collect = collect,
     .draw = draw,
     .rms_norm = rms_norm,
-    .silu_mul = silu_mul,
     .activate = activate,
     .add_scaled = add_scaled,
     .rotate = rotate,

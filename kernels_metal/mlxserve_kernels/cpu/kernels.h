@@ -69,6 +69,20 @@ struct MatmulTile {
   const KeysAhead* ahead = nullptr;  // for tiled weights
 };
 
+// A rectangle of y[M, K] = x[M, N] @ w[N, K] to compute: at most kMaxColumnRows rows, kColumns columns from a multiple
+// of these on. A row of x and one of y are x_ld and y_ld values after the last; x lies as [N, M] where it is turned.
+struct ColumnsTile {
+  const void* x;
+  Format x_format;
+  bool is_turned;
+  long x_ld;
+  void* y;
+  Format y_format;
+  long y_ld;
+  long row_begin, row_end;
+  long col_begin, col_end;
+};
+
 struct Attention {
   const float* q;
   const void* keys;
@@ -91,7 +105,7 @@ struct AttentionItem {
   long first_position;
 };
 
-enum class Activation { silu, gelu_tanh };
+enum class Activation { silu, gelu_tanh, gelu };
 
 // The best tokens of a row, an equal logit with a lower id being the better: all above `least`, and of those that
 // equal it the ids up to `last`.
@@ -114,6 +128,7 @@ constexpr long kSampleBlock = 256;  // logits that share one maximum
 
 constexpr long kSplit = 128;  // keys, in absolute positions, that one partial result covers
 constexpr long kMaxDirectRows = 4;
+constexpr long kColumns = 128, kMaxColumnRows = 128;  // of a ColumnsTile
 
 // What one instruction set offers. No function throws or allocates; scratch is given by the caller.
 struct Kernels {
@@ -135,6 +150,14 @@ struct Kernels {
   void (*to_digits)(const float* x, long rows, long k, long digits, void* to);
   void (*tile_matmul)(const Weight&, const void* x, long digits, const MatmulTile&);
 
+  // x @ w of any weight; `scratch` has columns_floats.
+  std::size_t (*columns_floats)();
+  void (*matmul_columns)(const Weight&, const ColumnsTile&, float* scratch);
+
+  // Values of a float format to float32, and back, rounded to the nearest.
+  void (*widen)(Format format, const void* from, long n, float* to);
+  void (*narrow)(Format format, const float* from, long n, void* to);
+
   // Row n of a weight, dequantized.
   void (*read_row)(const Weight&, long n, float* to);
 
@@ -150,7 +173,6 @@ struct Kernels {
   // Takes the same tokens into a draw.
   void (*draw)(const float* x, long first, long n, Draw& draw);
   void (*rms_norm)(const float* x, const void* weight, Format format, float eps, long rows, long k, float* y);
-  void (*silu_mul)(const float* gate, const float* up, float* y, long begin, long end);
   // gate[i] = f(gate[i]) * up[i]
   void (*activate)(Activation f, float* gate, const float* up, long n);
   // y[i] += x[i] * factor

@@ -1,15 +1,22 @@
 #include <algorithm>
+#include <cstring>
 
+#include "floats.h"
 #include "isa.h"
 #include "mlx/ops.h"
 #include "ops.h"
 #include "pool.h"
 #include "primitive.h"
+#include "product.h"
 #include "tiles_view.h"
 #include "weight.h"
 
 namespace mlxserve {
 namespace {
+
+Weight dense_weight(const mx::array& w) {
+  return {format_of(w.dtype()), w.shape(0), w.shape(1), nullptr, 0, Format::float32, nullptr, nullptr};
+}
 
 long round_up(long value, long step) { return (value + step - 1) / step * step; }
 
@@ -51,25 +58,44 @@ void matmul(const Weight& w, const float* x, float* y, long rows) {
   panels(w, x, y, rows);
 }
 
-mx::array all_rows(std::vector<mx::array> inputs, const Weight& shape);
+// `rows` rows of x @ w, or of x^T @ w where x is turned.
+void columns(const Weight& w, const Input& x, bool is_turned, const Output& y, long rows) {
+  if (rows == 0 || w.k == 0) return;
+  if (w.n == 0) return void(std::memset(y.data, 0, rows * w.k * size_of(y.format)));
+  const long strips = (w.k + kColumns - 1) / kColumns;
+  // With few strips, rows are shared out as well.
+  long parts = std::max((rows + kMaxColumnRows - 1) / kMaxColumnRows, std::min(4L * num_threads() / strips, rows / 16));
+  const long height = std::min(round_up((rows + parts - 1) / parts, 8), kMaxColumnRows);
+  parts = (rows + height - 1) / height;
+  parallel_for(strips * parts, [&](long task) {
+    const long col = task / parts * kColumns, row = task % parts * height;
+    kernels().matmul_columns(w, {x.data, x.format, is_turned, x.width, y.data, y.format, y.width, row,
+                                 std::min(row + height, rows), col, std::min(col + kColumns, w.k)},
+                             scratch(0, kernels().columns_floats()));
+  });
+}
 
 class Matmul : public CpuPrimitive {
  public:
-  Matmul(mx::Stream stream, Weight shape) : CpuPrimitive(stream), shape_(shape) {}
+  Matmul(mx::Stream stream, Weight shape, Product product) : CpuPrimitive(stream), shape_(shape), product_(product) {}
 
   const char* name() const override { return "MlxserveMatmul"; }
 
   // inputs: x, w and, of quantized formats, scales and, of affine ones, biases.
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
     auto& encoder = mx::cpu::get_command_encoder(stream());
-    allocate(outputs[0]);
+    mx::array& out = outputs[0];
+    allocate(out);
     mx::array x = dense(inputs[0], encoder), data = dense(inputs[1], encoder);
     Weight w = shape_;
     w.data = data.data<char>();
     if (inputs.size() > 2) w.scales = dense(inputs[2], encoder).data<char>();
     if (inputs.size() > 3) w.biases = dense(inputs[3], encoder).data<char>();
-    encoder.dispatch([w, from = x.data<float>(), to = outputs[0].data<float>(), rows = long(x.size() / w.k)] {
-      matmul(w, from, to, rows);
+    Input from = input_rows(x, x.shape(-1));
+    Output to = output_rows(out, out.shape(-1));
+    encoder.dispatch([w, from, to, product = product_, rows = to.width ? long(out.size()) / to.width : 0] {
+      if (product != Product::rows) return columns(w, from, product == Product::turned, to, rows);
+      in_floats(from, to, rows, [&](const float* x, float* y, long, long count) { matmul(w, x, y, count); });
     });
   }
 
@@ -79,21 +105,35 @@ class Matmul : public CpuPrimitive {
     const mx::array &x = primals[0], &dy = cotangents[0];
     std::vector<mx::array> gradients;
     for (int argnum : argnums) {
-      if (argnum == 0) {
-        gradients.push_back(mx::matmul(dy, all_rows(primals, shape_), stream()));
-        continue;
-      }
-      require(shape_.group == 0, "quantized_matmul: there is no gradient of quantized weights");
-      int rows = int(x.size() / shape_.k);
-      mx::array from = mx::reshape(x, {rows, int(shape_.k)}, stream());
-      mx::array back = mx::transpose(mx::reshape(dy, {rows, int(shape_.n)}, stream()), stream());
-      gradients.push_back(mx::astype(mx::matmul(back, from, stream()), primals[1].dtype(), stream()));
+      require(argnum == 0 || shape_.group == 0, "quantized_matmul: there is no gradient of quantized weights");
+      gradients.push_back(argnum == 0 ? gradient_of_x(primals, dy) : gradient_of_w(x, primals[1], dy));
     }
     return gradients;
   }
 
  private:
+  // With y = x w^T: dy w; with y = x w: dy w^T; with y = x^T w: w dy^T.
+  mx::array gradient_of_x(std::vector<mx::array> inputs, const mx::array& dy) {
+    const mx::Dtype dtype = inputs[0].dtype();
+    if (product_ == Product::turned) return lazy_product({inputs[1], dy}, dense_weight(dy), Product::rows, dtype);
+    inputs[0] = dy;
+    return lazy_product(std::move(inputs), shape_, product_ == Product::rows ? Product::columns : Product::rows, dtype);
+  }
+  // With y = x w^T: dy^T x; with y = x w: x^T dy; with y = x^T w: x dy.
+  mx::array gradient_of_w(const mx::array& x, const mx::array& w, const mx::array& dy) {
+    mx::array from = flat(x), back = flat(dy);
+    if (product_ == Product::rows) return lazy_product({back, from}, dense_weight(from), Product::turned, w.dtype());
+    Product product = product_ == Product::columns ? Product::turned : Product::columns;
+    return lazy_product({from, back}, dense_weight(back), product, w.dtype());
+  }
+  mx::array flat(const mx::array& a) {
+    int rows = 1;
+    for (int axis = 0; axis + 1 < int(a.ndim()); ++axis) rows *= a.shape(axis);
+    return mx::reshape(a, {rows, a.shape(-1)}, stream());
+  }
+
   Weight shape_;
+  Product product_;
 };
 
 class EmbedRows : public CpuPrimitive {
@@ -123,30 +163,30 @@ class EmbedRows : public CpuPrimitive {
   Weight shape_;
 };
 
-// A weight in float32; the first input of a product is replaced by the ids of all rows.
-mx::array all_rows(std::vector<mx::array> inputs, const Weight& shape) {
-  inputs[0] = mx::arange(int(shape.n), cpu_stream());
-  mx::Shape out{int(shape.n), int(shape.k)};
-  return mx::array(std::move(out), mx::float32, std::make_shared<EmbedRows>(cpu_stream(), shape), std::move(inputs));
-}
-
-mx::array lazy_matmul(std::vector<mx::array> inputs, const Weight& shape) {
-  mx::Shape out = inputs[0].shape();
-  out.back() = static_cast<mx::ShapeElem>(shape.n);
-  return mx::array(std::move(out), mx::float32, std::make_shared<Matmul>(cpu_stream(), shape), std::move(inputs));
-}
-
 }  // namespace
 
 mx::array quantized_matmul(const mx::array& x, const mx::array& w, const mx::array& scales,
-                           const std::optional<mx::array>& biases, int group_size, int bits, const std::string& mode) {
+                           const std::optional<mx::array>& biases, int group_size, int bits, const std::string& mode,
+                           bool is_transposed) {
   const char* op = "quantized_matmul";
   Weight shape = quantized_shape(op, w, scales, biases, group_size, bits, mode);
-  require(x.dtype() == mx::float32 && x.ndim() >= 1, op, ": x must be float32 [..., K]");
-  require(x.shape(-1) == shape.k, op, ": x has ", x.shape(-1), " columns, w has ", shape.k);
+  require(w.ndim() == 2, op, ": w must be [N, K * bits / 32], got ", w.ndim(), " dimensions");
+  format_of(x, op, "x");
+  long width = is_transposed ? shape.k : shape.n;
+  require(x.ndim() >= 1 && x.shape(-1) == width, op, ": x has ", x.ndim() ? x.shape(-1) : 0, " columns, w has ", width,
+          is_transposed ? "" : " rows");
   std::vector<mx::array> inputs{x, w, scales};
   if (biases) inputs.push_back(*biases);
-  return lazy_matmul(std::move(inputs), shape);
+  return lazy_product(std::move(inputs), shape, is_transposed ? Product::rows : Product::columns, x.dtype());
+}
+
+mx::array lazy_product(std::vector<mx::array> inputs, const Weight& shape, Product product, mx::Dtype dtype) {
+  if (product == Product::rows && is_tiled(shape.format)) return lazy_tiled(std::move(inputs), shape, dtype);
+  mx::Shape out = inputs[0].shape();
+  if (product == Product::turned) out[0] = out[1];
+  out.back() = static_cast<mx::ShapeElem>(product == Product::rows ? shape.n : shape.k);
+  auto primitive = std::make_shared<Matmul>(cpu_stream(), shape, product);
+  return mx::array(std::move(out), dtype, std::move(primitive), std::move(inputs));
 }
 
 mx::array lazy_rows(std::vector<mx::array> inputs, const Weight& shape) {
@@ -167,19 +207,21 @@ mx::array embed_rows(const mx::array& ids, const mx::array& w, const std::option
     if (biases) inputs.push_back(*biases);
   } else {
     require(w.ndim() == 2 && w.shape(1) > 0, op, ": w must be [N, K]");
-    shape = {format_of(w, op, "w"), w.shape(0), w.shape(1), nullptr, 0, Format::float32, nullptr, nullptr};
+    format_of(w, op, "w");
+    shape = dense_weight(w);
   }
   return lazy_rows(std::move(inputs), shape);
 }
 
 mx::array linear(const mx::array& x, const mx::array& w) {
   const char* op = "linear";
-  require(x.dtype() == mx::float32 && x.ndim() >= 1, op, ": x must be float32 [..., K]");
+  format_of(x, op, "x");
   require(w.ndim() == 2, op, ": w must be [N, K], got ", w.ndim(), " dimensions");
+  require(x.ndim() >= 1, op, ": x must be [..., K]");
   require(x.shape(-1) == w.shape(1), op, ": x has ", x.shape(-1), " columns, w has ", w.shape(1));
   require(w.shape(1) > 0, op, ": K must be positive");
-  Weight shape{format_of(w, op, "w"), w.shape(0), w.shape(1), nullptr, 0, Format::float32, nullptr, nullptr};
-  return lazy_matmul({x, w}, shape);
+  format_of(w, op, "w");
+  return lazy_product({x, w}, dense_weight(w), Product::rows, x.dtype());
 }
 
 }  // namespace mlxserve

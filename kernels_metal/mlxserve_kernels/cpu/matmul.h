@@ -194,11 +194,14 @@ constexpr bool is_dense = false;
 template <Format F>
 constexpr bool is_dense<ReadDense<F>> = true;
 
+// Groups by a shift. Those of 16 are read as halves of a chunk (see ReadFloat).
+INLINE int group_shift(const Weight& w) { return w.group == 128 ? 7 : w.group == 64 ? 6 : 5; }
+
 // Calls enter(first group, groups of the row that follow) and then chunk(k, i) for the chunks of these groups,
 // i being the group of the chunk among them, until all whole chunks of a row are done.
 template <class Enter, class Each>
 INLINE void for_chunks(const Weight& w, Enter&& enter, Each&& chunk) {
-  const int shift = w.group == 128 ? 7 : w.group == 64 ? 6 : 5;
+  const int shift = group_shift(w);
   const long size = w.k / CHUNK * CHUNK, span = w.group ? kScales << shift : size;
   for (long begin = 0; begin < size; begin += span) {
     if (w.group) enter(begin >> shift, (size - begin) >> shift);
@@ -309,40 +312,6 @@ INLINE void with_reader(const Weight& w, Body&& body) {
 
 static void matmul_direct(const Weight& w, const MatmulTile& t) {
   with_reader(w, [&]<class R>() { direct<R>(w, t); });
-}
-
-// Row n of a tiled weight.
-static void read_tiled_row(const Weight& w, long n, float* to) {
-  const long groups = w.k / w.group, lane = n % kTile, head = tile_head_bytes(w);
-  const char* tile = (const char*)w.data + n / kTile * groups * tile_group_bytes(w);
-  for (long g = 0; g < groups; ++g, tile += tile_group_bytes(w)) {
-    const uint8_t* values = (const uint8_t*)tile + head;
-    const float scale = load_scalar(tile, w.scale_format, lane), bias = load_scalar(tile, w.scale_format, kTile + lane);
-    for (long k = 0; k < w.group; ++k, ++to) {
-      int q = w.format == Format::tiles8 ? values[(k / 4 * kTile + lane) * 4 + k % 4]
-                                         : values[(k / 8 * kTile + lane) * 4 + k % 4] >> (k / 4 % 2 * 4) & 15;
-      *to = scale * (float)q + bias;
-    }
-  }
-}
-
-static void read_row(const Weight& w, long n, float* to) {
-  if (is_tiled(w.format)) return read_tiled_row(w, n, to);
-  with_reader(w, [&]<class R>() {
-    R reader;
-    reader.open(w, n);
-    for_chunks(
-        w, [&](long g, long count) INLINE_LAMBDA { reader.widen(g, count); },
-        [&](long k, unsigned group) INLINE_LAMBDA {
-          reader.group(group);
-          for (int i = 0; i < CHUNK; i += W) store(to + k + i, reader.vector(k + i));
-        });
-    if constexpr (is_dense<R>) {
-      long k = w.k / CHUNK * CHUNK;
-      for (; k + W <= w.k; k += W) store(to + k, reader.vector(k));
-      if (k < w.k) store_first(to + k, reader.rest(k, w.k - k), w.k - k);
-    }
-  });
 }
 
 // Many rows: tiles of TM rows and TN columns. Packed x is [tile][K / W][TM][W], a panel [tile][K / W][TN][W].

@@ -17,7 +17,8 @@ namespace mlxserve {
 namespace mx = mlx::core;
 
 mx::array quantized_matmul(const mx::array& x, const mx::array& w, const mx::array& scales,
-                           const std::optional<mx::array>& biases, int group_size, int bits, const std::string& mode);
+                           const std::optional<mx::array>& biases, int group_size, int bits, const std::string& mode,
+                           bool is_transposed);
 mx::array linear(const mx::array& x, const mx::array& w);
 mx::array embed_rows(const mx::array& ids, const mx::array& w, const std::optional<mx::array>& scales,
                      const std::optional<mx::array>& biases, int group_size, int bits, const std::string& mode);
@@ -26,7 +27,10 @@ mx::array sample_tokens(const mx::array& logits, const std::vector<double>& temp
                         const std::vector<double>& top_p, const std::vector<double>& min_p,
                         const std::vector<std::pair<uint32_t, uint32_t>>& keys);
 mx::array rms_norm(const mx::array& x, const std::optional<mx::array>& weight, float eps);
-mx::array silu_mul(const mx::array& gate, const mx::array& up);
+// The norm of x + residual, and that sum.
+std::pair<mx::array, mx::array> add_rms_norm(const mx::array& x, const mx::array& residual,
+                                             const std::optional<mx::array>& weight, float eps);
+mx::array gated(const mx::array& gate, const mx::array& up, Activation activation);
 
 // Whether this CPU computes with tiles, and how many digits its integers have.
 bool has_tiles();

@@ -2,6 +2,7 @@
 #include <cstring>
 
 #include "attention_plan.h"
+#include "floats.h"
 #include "isa.h"
 #include "kv_pool.h"
 #include "ops.h"
@@ -68,12 +69,19 @@ class PagedAttention : public CpuPrimitive {
     std::vector<mx::array> in;
     for (const mx::array& input : inputs) in.push_back(dense(input, encoder));
     AttentionCall call{parameters_, in[0].shape(0), in[5].shape(0), in[1].shape(0), in[4].data<int>(), in[5].data<int>()};
-    call.a.q = in[0].data<float>();
     call.a.keys = in[1].data<char>(), call.a.values = in[2].data<char>();
     call.a.block_tables = in[3].data<int>();
     call.a.sinks = in.size() > 6 ? in[6].data<float>() : nullptr;
-    call.a.out = outputs[0].data<float>();
-    encoder.dispatch([call] { attend(call); });
+    Input q = input_rows(in[0], call.a.heads * call.a.dim);
+    Output out = output_rows(outputs[0], call.a.heads * call.a.value_dim);
+    encoder.dispatch([call, q, out]() mutable {
+      // All rows at once: those of a sequence stay together.
+      auto run = [&](const float* from, float* to, long, long) {
+        call.a.q = from, call.a.out = to;
+        attend(call);
+      };
+      in_floats(q, out, call.rows, run, 2, call.rows);
+    });
   }
 
  private:
@@ -87,7 +95,8 @@ mx::array paged_attention(const mx::array& q, const mx::array& k_pool, const mx:
                           float scale, int window, float softcap, const std::optional<mx::array>& sinks,
                           int kv_bits) {
   const char* op = "paged_attention";
-  require(q.dtype() == mx::float32 && q.ndim() == 3, op, ": q must be float32 [T, H, D]");
+  format_of(q, op, "q");
+  require(q.ndim() == 3, op, ": q must be [T, H, D]");
   auto [keys, values] = kv_pools(op, k_pool, v_pool, kv_bits, q.shape(2), 0);
   require(keys.dim == q.shape(2), op, ": q has D of ", q.shape(2), ", k_pool ", keys.dim);
   require(keys.heads > 0 && keys.page > 0 && values.dim > 0, op, ": a pool has an empty axis");
@@ -113,7 +122,7 @@ mx::array paged_attention(const mx::array& q, const mx::array& k_pool, const mx:
     inputs.push_back(*sinks);
   }
   mx::Shape shape{q.shape(0), q.shape(1), static_cast<mx::ShapeElem>(values.dim)};
-  return mx::array(std::move(shape), mx::float32, std::make_shared<PagedAttention>(cpu_stream(), a),
+  return mx::array(std::move(shape), q.dtype(), std::make_shared<PagedAttention>(cpu_stream(), a),
                    std::move(inputs));
 }
 

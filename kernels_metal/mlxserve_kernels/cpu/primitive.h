@@ -25,10 +25,14 @@ void require(bool holds, const Parts&... parts) {
   throw std::invalid_argument(message.str());
 }
 
+// Of a dtype that was checked before.
+inline Format format_of(mx::Dtype dtype) {
+  return dtype == mx::float32 ? Format::float32 : dtype == mx::float16 ? Format::float16 : Format::bfloat16;
+}
 inline Format format_of(mx::Dtype dtype, const char* op, const char* name) {
   require(dtype == mx::float32 || dtype == mx::float16 || dtype == mx::bfloat16, op, ": ", name,
           " must be float32, float16 or bfloat16, got ", dtype);
-  return dtype == mx::float32 ? Format::float32 : dtype == mx::float16 ? Format::float16 : Format::bfloat16;
+  return format_of(dtype);
 }
 inline Format format_of(const mx::array& a, const char* op, const char* name) { return format_of(a.dtype(), op, name); }
 

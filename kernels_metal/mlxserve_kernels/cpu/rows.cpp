@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "floats.h"
 #include "isa.h"
 #include "mlx/ops.h"
 #include "ops.h"
@@ -12,95 +13,184 @@ namespace {
 // Elements that are worth a second thread.
 constexpr long kTaskElements = 1 << 15;
 
+struct NormCall {
+  Input x, residual;  // residual.data: null for none
+  Output y, sum;
+  const void* weight;
+  Format weight_format;
+  float eps;
+};
+
+void norm_rows(const NormCall& call, long begin, long end) {
+  const Kernels& use = kernels();
+  const long k = call.x.width;
+  const Format format = call.x.format;
+  const bool is_wide = format == Format::float32;
+  float *room = scratch(0, 2 * aligned(k)), *other = room + aligned(k);
+  for (long row = begin; row < end; ++row) {
+    const float* x = is_wide ? reinterpret_cast<const float*>(call.x.at(row)) : room;
+    if (call.residual.data) {
+      float* sum = is_wide ? reinterpret_cast<float*>(call.sum.at(row)) : room;
+      use.widen(format, call.x.at(row), k, sum);
+      use.widen(format, call.residual.at(row), k, other);
+      use.add_scaled(sum, other, 1, k);
+      if (!is_wide) {
+        // The norm is that of the sum which is given back.
+        use.narrow(format, sum, k, call.sum.at(row));
+        use.widen(format, call.sum.at(row), k, sum);
+      }
+      x = sum;
+    } else if (!is_wide) {
+      use.widen(format, call.x.at(row), k, room);
+    }
+    float* y = is_wide ? reinterpret_cast<float*>(call.y.at(row)) : room;
+    use.rms_norm(x, call.weight, call.weight_format, call.eps, 1, k, y);
+    if (!is_wide) use.narrow(format, y, k, call.y.at(row));
+  }
+}
+
 class RmsNorm : public CpuPrimitive {
  public:
-  RmsNorm(mx::Stream stream, float eps) : CpuPrimitive(stream), eps_(eps) {}
+  RmsNorm(mx::Stream stream, float eps, bool has_residual)
+      : CpuPrimitive(stream), eps_(eps), has_residual_(has_residual) {}
 
   const char* name() const override { return "MlxserveRmsNorm"; }
 
-  // inputs: x and perhaps a weight.
+  // inputs: x, perhaps a residual, perhaps a weight; outputs: the norm and, with a residual, the sum.
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
     auto& encoder = mx::cpu::get_command_encoder(stream());
-    allocate(outputs[0]);
-    mx::array x = dense(inputs[0], encoder);
-    const void* weight = nullptr;
-    Format format = Format::float32;
-    if (inputs.size() > 1) {
-      mx::array w = dense(inputs[1], encoder);
-      weight = w.data<char>(), format = format_of(w, "rms_norm", "weight");
+    for (mx::array& out : outputs) allocate(out);
+    auto next = inputs.begin();
+    auto take = [&] {
+      mx::array a = dense(*next++, encoder);
+      return input_rows(a, a.shape(-1));
+    };
+    NormCall call{};
+    call.x = take();
+    call.y = output_rows(outputs[0], call.x.width);
+    if (has_residual_) call.residual = take(), call.sum = output_rows(outputs[1], call.x.width);
+    if (next != inputs.end()) {
+      Input weight = take();
+      call.weight = weight.data, call.weight_format = weight.format;
     }
-    long k = x.shape(-1);
-    encoder.dispatch([=, eps = eps_, from = x.data<float>(), to = outputs[0].data<float>(), rows = x.size() / k] {
-      long step = std::max(kTaskElements / k, 1L), count = long(rows);
-      parallel_for((count + step - 1) / step, [&](long task) {
-        long begin = task * step;
-        kernels().rms_norm(from + begin * k, weight, format, eps, std::min(step, count - begin), k, to + begin * k);
-      });
+    call.eps = eps_;
+    encoder.dispatch([call, count = long(outputs[0].size()) / call.x.width] {
+      long step = std::max(kTaskElements / call.x.width, 1L);
+      parallel_for((count + step - 1) / step,
+                   [&](long task) { norm_rows(call, task * step, std::min((task + 1) * step, count)); });
     });
   }
 
-  // With r = 1 / sqrt(mean(x ** 2) + eps) and g = dy * weight: dx = r g - x r ** 3 mean(g x).
+  // With s = x + residual, r = 1 / sqrt(mean(s ** 2) + eps) and g = dy * weight: ds = r g - s r ** 3 mean(g s), and
+  // what comes back through the sum.
   std::vector<mx::array> vjp(const std::vector<mx::array>& primals, const std::vector<mx::array>& cotangents,
-                             const std::vector<int>& argnums, const std::vector<mx::array>&) override {
-    const mx::array &x = primals[0], &dy = cotangents[0];
+                             const std::vector<int>& argnums, const std::vector<mx::array>& outputs) override {
     mx::Stream s = stream();
+    auto wide = [&](const mx::array& a) { return mx::astype(a, mx::float32, s); };
+    const int weight_at = has_residual_ ? 2 : 1;
+    mx::array x = wide(has_residual_ ? outputs[1] : primals[0]), dy = wide(cotangents[0]);
     mx::array r = mx::rsqrt(mx::add(mx::mean(mx::square(x, s), -1, true, s), mx::array(eps_), s), s);
     mx::array normed = mx::multiply(x, r, s);
     std::vector<mx::array> gradients;
     for (int argnum : argnums) {
-      if (argnum == 0) {
-        mx::array g = primals.size() > 1 ? mx::multiply(dy, mx::astype(primals[1], mx::float32, s), s) : dy;
-        mx::array along = mx::mean(mx::multiply(g, normed, s), -1, true, s);
-        gradients.push_back(mx::multiply(r, mx::subtract(g, mx::multiply(normed, along, s), s), s));
+      if (argnum == weight_at) {
+        mx::Shape rows{int(x.size() / x.shape(-1)), x.shape(-1)};
+        mx::array sums = mx::sum(mx::reshape(mx::multiply(dy, normed, s), rows, s), 0, false, s);
+        gradients.push_back(mx::astype(sums, primals[argnum].dtype(), s));
         continue;
       }
-      mx::Shape rows{int(x.size() / x.shape(-1)), x.shape(-1)};
-      mx::array sums = mx::sum(mx::reshape(mx::multiply(dy, normed, s), rows, s), 0, false, s);
-      gradients.push_back(mx::astype(sums, primals[1].dtype(), s));
+      bool has_weight = int(primals.size()) > weight_at;
+      mx::array g = has_weight ? mx::multiply(dy, wide(primals[weight_at]), s) : dy;
+      mx::array along = mx::mean(mx::multiply(g, normed, s), -1, true, s);
+      mx::array dx = mx::multiply(r, mx::subtract(g, mx::multiply(normed, along, s), s), s);
+      if (has_residual_) dx = mx::add(dx, wide(cotangents[1]), s);
+      gradients.push_back(mx::astype(dx, primals[argnum].dtype(), s));
     }
     return gradients;
   }
 
  private:
   float eps_;
+  bool has_residual_;
 };
 
-class SiluMul : public CpuPrimitive {
+class Gated : public CpuPrimitive {
  public:
-  using CpuPrimitive::CpuPrimitive;
+  Gated(mx::Stream stream, Activation activation) : CpuPrimitive(stream), activation_(activation) {}
 
-  const char* name() const override { return "MlxserveSiluMul"; }
+  const char* name() const override { return "MlxserveGated"; }
 
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
     auto& encoder = mx::cpu::get_command_encoder(stream());
     allocate(outputs[0]);
     mx::array gate = dense(inputs[0], encoder), up = dense(inputs[1], encoder);
-    encoder.dispatch([g = gate.data<float>(), u = up.data<float>(), to = outputs[0].data<float>(),
-                      size = long(gate.size())] {
+    encoder.dispatch([f = activation_, format = format_of(gate.dtype()), g = gate.data<char>(), u = up.data<char>(),
+                      to = outputs[0].data<char>(), size = long(gate.size())] {
       parallel_for((size + kTaskElements - 1) / kTaskElements, [&](long task) {
-        long begin = task * kTaskElements;
-        kernels().silu_mul(g, u, to, begin, std::min(begin + kTaskElements, size));
+        const long end = std::min((task + 1) * kTaskElements, size);
+        for (long at = task * kTaskElements; at < end; at += kSome)
+          some(f, format, g, u, to, at, std::min(kSome, end - at));
       });
     });
   }
 
-  // d silu(g) = sigmoid(g) (1 + g (1 - sigmoid(g)))
   std::vector<mx::array> vjp(const std::vector<mx::array>& primals, const std::vector<mx::array>& cotangents,
                              const std::vector<int>& argnums, const std::vector<mx::array>&) override {
-    const mx::array &gate = primals[0], &up = primals[1], &dy = cotangents[0];
     mx::Stream s = stream();
-    mx::array one(1.0f), sigmoid = mx::sigmoid(gate, s);
+    auto wide = [&](const mx::array& a) { return mx::astype(a, mx::float32, s); };
+    mx::array gate = wide(primals[0]), dy = wide(cotangents[0]);
+    auto [value, slope] = value_and_slope(gate);
     std::vector<mx::array> gradients;
     for (int argnum : argnums) {
-      if (argnum == 1) {
-        gradients.push_back(mx::multiply(dy, mx::multiply(gate, sigmoid, s), s));
-        continue;
-      }
-      mx::array inner = mx::add(one, mx::multiply(gate, mx::subtract(one, sigmoid, s), s), s);
-      gradients.push_back(mx::multiply(mx::multiply(dy, up, s), mx::multiply(sigmoid, inner, s), s));
+      mx::array gradient = argnum == 1 ? mx::multiply(dy, value, s)
+                                       : mx::multiply(mx::multiply(dy, wide(primals[1]), s), slope, s);
+      gradients.push_back(mx::astype(gradient, primals[argnum].dtype(), s));
     }
     return gradients;
   }
+
+ private:
+  static constexpr long kSome = 1024;  // elements that stay in the first cache
+
+  static void some(Activation f, Format format, const char* gate, const char* up, char* y, long at, long count) {
+    const Kernels& use = kernels();
+    const long offset = at * size_of(format);
+    if (format == Format::float32) {
+      float* to = reinterpret_cast<float*>(y + offset);
+      use.widen(format, gate + offset, count, to);
+      return use.activate(f, to, reinterpret_cast<const float*>(up + offset), count);
+    }
+    float gates[kSome], ups[kSome];
+    use.widen(format, gate + offset, count, gates);
+    use.widen(format, up + offset, count, ups);
+    use.activate(f, gates, ups, count);
+    use.narrow(format, gates, count, y + offset);
+  }
+
+  // f(g) and its derivative.
+  std::pair<mx::array, mx::array> value_and_slope(const mx::array& g) {
+    mx::Stream s = stream();
+    mx::array one(1.0f), half(0.5f);
+    auto times = [&](const mx::array& a, const mx::array& b) { return mx::multiply(a, b, s); };
+    auto plus = [&](const mx::array& a, const mx::array& b) { return mx::add(a, b, s); };
+    mx::array share = one, slope = one;  // f(g) / g; its derivative
+    if (activation_ == Activation::silu) {
+      share = mx::sigmoid(g, s);
+      slope = times(share, mx::subtract(one, share, s));
+    } else if (activation_ == Activation::gelu_tanh) {
+      mx::array root(0.7978845608f), cubic(0.044715f), square = mx::square(g, s);
+      mx::array t = mx::tanh(times(times(root, g), plus(one, times(cubic, square))), s);
+      share = times(half, plus(one, t));
+      mx::array inner = times(root, plus(one, times(mx::array(3 * 0.044715f), square)));
+      slope = times(times(half, mx::subtract(one, mx::square(t, s), s)), inner);
+    } else {
+      share = times(half, plus(one, mx::erf(times(g, mx::array(0.7071067812f)), s)));
+      slope = times(mx::array(0.3989422804f), mx::exp(times(mx::array(-0.5f), mx::square(g, s)), s));
+    }
+    return {times(g, share), plus(share, times(g, slope))};
+  }
+
+  Activation activation_;
 };
 
 class GreedyTokens : public CpuPrimitive {
@@ -158,21 +248,46 @@ mx::array ready(const mx::array& a) {
   return whole;
 }
 
-mx::array rms_norm(const mx::array& x, const std::optional<mx::array>& weight, float eps) {
-  require(x.dtype() == mx::float32 && x.ndim() >= 1 && x.shape(-1) > 0, "rms_norm: x must be float32 [..., K]");
+namespace {
+
+std::vector<mx::array> norm_inputs(const mx::array& x, const std::optional<mx::array>& residual,
+                                   const std::optional<mx::array>& weight) {
+  format_of(x, "rms_norm", "x");
+  require(x.ndim() >= 1 && x.shape(-1) > 0, "rms_norm: x must be [..., K]");
   std::vector<mx::array> inputs{x};
+  if (residual) {
+    require(residual->shape() == x.shape() && residual->dtype() == x.dtype(),
+            "rms_norm: residual must have the shape and dtype of x");
+    inputs.push_back(*residual);
+  }
   if (weight) {
     format_of(*weight, "rms_norm", "weight");
     require(weight->ndim() == 1 && weight->shape(0) == x.shape(-1), "rms_norm: weight must be [", x.shape(-1), "]");
     inputs.push_back(*weight);
   }
-  return mx::array(x.shape(), mx::float32, std::make_shared<RmsNorm>(cpu_stream(), eps), std::move(inputs));
+  return inputs;
 }
 
-mx::array silu_mul(const mx::array& gate, const mx::array& up) {
-  require(gate.dtype() == mx::float32 && up.dtype() == mx::float32, "silu_mul: gate and up must be float32");
-  require(gate.shape() == up.shape(), "silu_mul: gate and up must have one shape");
-  return mx::array(gate.shape(), mx::float32, std::make_shared<SiluMul>(cpu_stream()), {gate, up});
+}  // namespace
+
+mx::array rms_norm(const mx::array& x, const std::optional<mx::array>& weight, float eps) {
+  return mx::array(x.shape(), x.dtype(), std::make_shared<RmsNorm>(cpu_stream(), eps, false),
+                   norm_inputs(x, std::nullopt, weight));
+}
+
+std::pair<mx::array, mx::array> add_rms_norm(const mx::array& x, const mx::array& residual,
+                                             const std::optional<mx::array>& weight, float eps) {
+  auto outputs = mx::array::make_arrays({x.shape(), x.shape()}, {x.dtype(), x.dtype()},
+                                        std::make_shared<RmsNorm>(cpu_stream(), eps, true),
+                                        norm_inputs(x, residual, weight));
+  return {outputs[0], outputs[1]};
+}
+
+mx::array gated(const mx::array& gate, const mx::array& up, Activation activation) {
+  format_of(gate, "gated", "gate");
+  require(gate.dtype() == up.dtype(), "gated: gate and up must have one dtype");
+  require(gate.shape() == up.shape(), "gated: gate and up must have one shape");
+  return mx::array(gate.shape(), gate.dtype(), std::make_shared<Gated>(cpu_stream(), activation), {gate, up});
 }
 
 mx::array greedy_tokens(const mx::array& logits) {

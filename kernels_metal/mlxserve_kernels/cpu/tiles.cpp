@@ -2,11 +2,13 @@
 #include <atomic>
 #include <cstring>
 
+#include "floats.h"
 #include "isa.h"
 #include "mlx/ops.h"
 #include "ops.h"
 #include "pool.h"
 #include "primitive.h"
+#include "product.h"
 #include "tiles_view.h"
 #include "weight.h"
 
@@ -53,9 +55,22 @@ class TiledMatmul : public CpuPrimitive {
     mx::array x = dense(inputs[0], encoder), tiles = dense(inputs[1], encoder);
     Weight w = shape_;
     w.data = tiles.data<char>();
-    encoder.dispatch([w, from = x.data<float>(), to = outputs[0].data<float>(), rows = long(x.size() / w.k)] {
-      run(w, from, to, rows);
+    Input from = input_rows(x, w.k);
+    Output to = output_rows(outputs[0], w.n);
+    encoder.dispatch([w, from, to, rows = long(x.size() / w.k)] {
+      in_floats(from, to, rows, [&](const float* x, float* y, long, long count) { run(w, x, y, count); });
     });
+  }
+
+  // For x, with the values that the integers stand for.
+  std::vector<mx::array> vjp(const std::vector<mx::array>& primals, const std::vector<mx::array>& cotangents,
+                             const std::vector<int>& argnums, const std::vector<mx::array>&) override {
+    std::vector<mx::array> gradients;
+    for (int argnum : argnums) {
+      require(argnum == 0, "tiled_matmul: there is no gradient of quantized weights");
+      gradients.push_back(lazy_product({cotangents[0], primals[1]}, shape_, Product::columns, primals[0].dtype()));
+    }
+    return gradients;
   }
 
  private:
@@ -171,11 +186,15 @@ std::tuple<mx::array, mx::array, mx::array> unpack_tiles(const mx::array& packed
 mx::array tiled_matmul(const mx::array& x, const mx::array& tiles, int group_size, int bits, mx::Dtype scale_dtype) {
   const char* op = "quantized_matmul";
   Weight w = tiles_view(op, tiles, group_size, bits, scale_dtype);
-  require(x.dtype() == mx::float32 && x.ndim() >= 1, op, ": x must be float32 [..., K]");
-  require(x.shape(-1) == w.k, op, ": x has ", x.shape(-1), " columns, w has ", w.k);
-  mx::Shape out = x.shape();
+  format_of(x, op, "x");
+  require(x.ndim() >= 1 && x.shape(-1) == w.k, op, ": x has ", x.ndim() ? x.shape(-1) : 0, " columns, w has ", w.k);
+  return lazy_tiled({x, tiles}, w, x.dtype());
+}
+
+mx::array lazy_tiled(std::vector<mx::array> inputs, const Weight& w, mx::Dtype dtype) {
+  mx::Shape out = inputs[0].shape();
   out.back() = static_cast<mx::ShapeElem>(w.n);
-  return mx::array(std::move(out), mx::float32, std::make_shared<TiledMatmul>(cpu_stream(), w), {x, tiles});
+  return mx::array(std::move(out), dtype, std::make_shared<TiledMatmul>(cpu_stream(), w), std::move(inputs));
 }
 
 mx::array tiled_rows(const mx::array& ids, const mx::array& tiles, int group_size, int bits, mx::Dtype scale_dtype) {
