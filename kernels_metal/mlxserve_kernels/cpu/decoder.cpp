@@ -178,7 +178,7 @@ class Worker {
     bool to_tiles = false, to_others = false;
     for (const Matrix* m : readers) (is_tiled(m->w.format) ? to_tiles : to_others) = true;
     is_for_tiles_ = !to_others;
-    if (run_.is_few()) return;
+    if (run_.is_few()) return multiply_changes(readers);
     long tile = use_.row_tile;
     share((rows_ + tile - 1) / tile, [&](long begin, long end) {
       for (long row = begin * tile; row < std::min(end * tile, rows_); row += tile) {
@@ -188,10 +188,27 @@ class Worker {
           use_.rms_norm(source, norm_->data, norm_->format, norm_->eps, count, k, private_);
           source = private_;
         }
+        for (const Matrix* m : readers)
+          run_.changes.multiply_rows(m->site, row, count, source, private_ + run_.own_changes);
         if (to_others) use_.pack(source, count, k, run_.packed + use_.packed_floats(row, k));
         if (to_tiles)
           use_.to_digits(source, count, k, run_.digits,
                          reinterpret_cast<char*>(run_.integers) + use_.digit_bytes(row, k, run_.digits));
+      }
+    });
+  }
+
+  // Few rows times the first factors of their adapters. Threads share that out: what each needs of it would
+  // otherwise be computed by all, or by the one thread that has the row later.
+  void multiply_changes(std::initializer_list<const Matrix*> readers) {
+    long total = 0;
+    for (const Matrix* m : readers) total += run_.changes.units(m->site);
+    if (!total) return;
+    share(total, [&](long begin, long end) {
+      for (const Matrix* m : readers) {
+        run_.changes.multiply(m->site, begin, end, normed());
+        long units = run_.changes.units(m->site);
+        begin -= units, end -= units;
       }
     });
   }
@@ -224,9 +241,10 @@ class Worker {
       tile.x = normed();
       use_.matmul_direct(m.w, tile);
     }
-    if (!m.bias) return;
-    for (long row = rows.begin; row < rows.end; ++row)
-      use_.add_scaled(y + row * m.w.n + cols.begin, m.bias + cols.begin, 1, cols.end - cols.begin);
+    if (m.bias)
+      for (long row = rows.begin; row < rows.end; ++row)
+        use_.add_scaled(y + row * m.w.n + cols.begin, m.bias + cols.begin, 1, cols.end - cols.begin);
+    run_.changes.add(m.site, tile, private_ + run_.own_changes);
   }
 
   // Calls body(which, rows, cols) for rectangles that cover the columns of all matrices, for all rows. Inputs were
@@ -325,6 +343,10 @@ class Worker {
 };
 
 void run_stack(const DecoderStack& stack, const Step& step) {
+  for (long row = 0; step.adapters && row < step.rows; ++row)
+    require(step.adapter_slots[row] >= -1 && step.adapter_slots[row] < step.adapters->table().slots,
+            "decoder_stack: adapter_slots[", row, "] is ", step.adapter_slots[row], ", there are ",
+            step.adapters->table().slots, " adapters");
   for (const KvPools& pools : step.pools)
     for (long row = 0, slots = pools.keys.pages * pools.keys.page; row < step.rows; ++row)
       require(step.slots[row] >= 0 && step.slots[row] < slots, "decoder_stack: slot_mapping[", row, "] is ",
@@ -335,13 +357,14 @@ void run_stack(const DecoderStack& stack, const Step& step) {
 
 class DecoderStackPrimitive : public CpuPrimitive {
  public:
-  DecoderStackPrimitive(mx::Stream stream, std::shared_ptr<const DecoderStack> stack,
-                        std::vector<KvPools> pools)
-      : CpuPrimitive(stream), stack_(std::move(stack)), pools_(std::move(pools)) {}
+  DecoderStackPrimitive(mx::Stream stream, std::shared_ptr<const DecoderStack> stack, std::vector<KvPools> pools,
+                        std::shared_ptr<const Adapters> adapters)
+      : CpuPrimitive(stream), stack_(std::move(stack)), pools_(std::move(pools)), adapters_(std::move(adapters)) {}
 
   const char* name() const override { return "MlxserveDecoderStack"; }
 
-  // inputs: hidden, positions, slot_mapping, block_tables, q_starts, kv_lens, then k_pool, v_pool of each layer;
+  // inputs: hidden, positions, slot_mapping, block_tables, q_starts, kv_lens, then k_pool, v_pool of each layer, then
+  // adapter_slots where there are adapters;
   // outputs: hidden, and the first pool. Each output costs MLX time for every input and every other output, and
   // stands for nothing but an order, which one pool gives as well as all.
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
@@ -364,6 +387,7 @@ class DecoderStackPrimitive : public CpuPrimitive {
       require(keys.data<char>() != values.data<char>(), "decoder_stack: k_pool and v_pool must be two buffers");
       step.pools.push_back({pools_[i].keys.at(keys), pools_[i].values.at(values)});
     }
+    if (adapters_) step.adapters = adapters_, step.adapter_slots = dense(inputs.back(), encoder).data<int>();
     encoder.dispatch([stack = stack_, step = std::move(step)] { run_stack(*stack, step); });
   }
 
@@ -372,6 +396,7 @@ class DecoderStackPrimitive : public CpuPrimitive {
  private:
   std::shared_ptr<const DecoderStack> stack_;
   std::vector<KvPools> pools_;
+  std::shared_ptr<const Adapters> adapters_;
 };
 
 KvPools checked_pools(const DecoderLayer& l, const mx::array& keys, const mx::array& values, int kv_bits) {
@@ -390,7 +415,8 @@ std::pair<mx::array, mx::array> decoder_stack(std::shared_ptr<const DecoderStack
                                               const mx::array& positions, const mx::array& slot_mapping,
                                               const mx::array& block_tables, const mx::array& q_starts,
                                               const mx::array& kv_lens, const Arrays& k_pools, const Arrays& v_pools,
-                                              int kv_bits) {
+                                              int kv_bits, std::shared_ptr<const Adapters> adapters,
+                                              const std::optional<mx::array>& adapter_slots) {
   const char* op = "decoder_stack";
   std::size_t count = stack->layers.size();
   require(hidden.dtype() == mx::float32 && hidden.ndim() >= 1 && hidden.shape(-1) == stack->layers[0].hidden(), op,
@@ -414,7 +440,15 @@ std::pair<mx::array, mx::array> decoder_stack(std::shared_ptr<const DecoderStack
     inputs.push_back(k_pools[i]);
     inputs.push_back(v_pools[i]);
   }
-  auto primitive = std::make_shared<DecoderStackPrimitive>(cpu_stream(), std::move(stack), std::move(pools));
+  require((adapters != nullptr) == adapter_slots.has_value(), op, ": adapters and adapter_slots come together");
+  if (adapters) {
+    require(adapters->stack == stack, op, ": the adapters were made for another stack");
+    require(adapter_slots->dtype() == mx::int32 && long(adapter_slots->size()) == rows, op,
+            ": adapter_slots must be int32 with ", rows, " entries");
+    inputs.push_back(*adapter_slots);
+  }
+  auto primitive = std::make_shared<DecoderStackPrimitive>(cpu_stream(), std::move(stack), std::move(pools),
+                                                           std::move(adapters));
   Arrays outputs = mx::array::make_arrays({hidden.shape(), k_pools[0].shape()}, {mx::float32, k_pools[0].dtype()},
                                           primitive, inputs);
   return {outputs[0], outputs[1]};

@@ -21,6 +21,7 @@ namespace {
 #include "attention.h"
 #include "matmul.h"
 #include "rows.h"
+#include "low_rank.h"
 #include "sampling.h"
 #if defined(MLXSERVE_AVX512)
 #include "tiles.h"
@@ -50,6 +51,8 @@ const Kernels kernels = {
     .tile_panel_bytes = nullptr,
     .tile_matmul = nullptr,
 #endif
+    .low_rank_inner = low_rank_inner,
+    .low_rank_change = low_rank_change,
     .read_row = read_row,
     .argmax = argmax,
     .block_maxima = block_maxima,

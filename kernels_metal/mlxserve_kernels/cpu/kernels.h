@@ -58,6 +58,14 @@ struct MatmulTile {
   long col_begin, col_end;
 };
 
+// The change of a product y = x @ w^T by an adapter: y += scale * (x @ a) @ b, a [k, rank], b [rank, n].
+struct LowRank {
+  Format format;  // of a and b: float32, float16 or bfloat16
+  long k, n, rank;
+  const void *a, *b;
+  float scale;
+};
+
 struct Attention {
   const float* q;
   const void* keys;
@@ -124,6 +132,11 @@ struct Kernels {
   void (*to_digits)(const float* x, long rows, long k, long digits, void* to);
   std::size_t (*tile_panel_bytes)(long k);
   void (*tile_matmul)(const Weight&, const void* x, long digits, const MatmulTile&, void* panel);
+
+  // y [rows, rank] = columns begin to end - 1 of x [rows, k] times these rows of `a`; rows of y are `ld` apart.
+  void (*low_rank_inner)(const LowRank&, const float* x, long rows, long begin, long end, float* y, long ld);
+  // Changes a rectangle of y; `inner` is x @ a of its rows, inner_ld apart. The tile's x is not read.
+  void (*low_rank_change)(const LowRank&, const float* inner, long inner_ld, const MatmulTile&);
 
   // Row n of a weight, dequantized.
   void (*read_row)(const Weight&, long n, float* to);
