@@ -92,7 +92,9 @@ void Adapters::add(const Change& change) {
   const DecoderLayer& l = stack->layers[layer];
   const Matrix* m = l.projection(part);
   std::string name = "layer " + std::to_string(layer) + ", " + part;
-  require(m, op, ": ", name, ": ", l.experts ? "adapters of experts are not supported" : "there is no such projection");
+  bool is_of_experts = l.experts && (part == "gate" || part == "up" || part == "down");
+  require(m, op, ": ", name, ": ",
+          is_of_experts ? "adapters of experts are not supported" : "there is no such projection");
   LowRank checked = low_rank(op, name, a, b, scale, m->w.k, m->w.n);
   held_.push_back(ready(a)), checked.a = held_.back().data<char>();
   held_.push_back(ready(b)), checked.b = held_.back().data<char>();
