@@ -30,8 +30,8 @@ Adapter = Sequence[Mapping[str, LowRank]]
 
 
 class StackAdapters:
-    """The adapters in the slots of ``stack``'s calls. Ranks may differ. Evaluates the arrays and shares their
-    memory: they must not change. Immutable: to load or drop an adapter, make another one; steps in flight
+    """The adapters in the slots of ``stack``'s calls. Ranks may differ. Evaluates the arrays and copies
+    them. Immutable: to load or drop an adapter, make another one; steps in flight
     keep theirs.
 
     Raises ValueError, naming layer and projection, for a change of what a layer does not have, of its

@@ -7,6 +7,10 @@
 namespace mlxserve {
 namespace {
 
+// Columns of a panel of b: read from end to end, while those of a row-major b are many short reads, each a miss.
+constexpr long kPanel = 64;
+constexpr int kLine = 64;  // bytes of a cache line
+
 // The change of a product with k inputs and n outputs, without its data.
 LowRank low_rank(const char* op, const std::string& name, const mx::array& a, const mx::array& b, float scale, long k,
                  long n) {
@@ -15,7 +19,18 @@ LowRank low_rank(const char* op, const std::string& name, const mx::array& a, co
   require(a.ndim() == 2 && b.ndim() == 2 && a.shape(0) == k && b.shape(1) == n && a.shape(1) == b.shape(0) &&
               a.shape(1) > 0,
           op, ": ", name, ": a must be [", k, ", R] and b [R, ", n, "], got ", a.shape(), " and ", b.shape());
-  return {format, k, n, a.shape(1), nullptr, nullptr, scale};
+  return {format, k, n, a.shape(1), nullptr, nullptr, kPanel, scale};
+}
+
+std::size_t whole_lines(std::size_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
+
+// b [rank, n] in panels.
+void copy_panels(const LowRank& change, const char* b, std::size_t item, char* to) {
+  for (long first = 0; first < change.n; first += change.panel) {
+    const std::size_t width = std::min(change.panel, change.n - first) * item;
+    for (long row = 0; row < change.rank; ++row, to += width)
+      std::memcpy(to, b + (row * change.n + first) * item, width);
+  }
 }
 
 }  // namespace
@@ -79,11 +94,28 @@ void RowChanges::sum(const LowRank& change, const float* from, float* to) {
 }
 
 Adapters::Adapters(std::shared_ptr<const DecoderStack> of, long slots, const std::vector<Change>& changes)
-    : stack(std::move(of)), table_(slots, long(stack->layers.size()) * kProjections) {
-  for (const Change& change : changes) add(change);
+    : stack(std::move(of)), table_(slots, long(stack->layers.size()) * kProjections), memory_(mx::array(0)) {
+  std::size_t size = 0;
+  for (const Change& change : changes) {
+    check(change);
+    size += whole_lines(std::get<3>(change).nbytes()) + whole_lines(std::get<4>(change).nbytes());
+  }
+  memory_ = placed({static_cast<mx::ShapeElem>(size / kLine), kLine}, mx::uint8);
+  char* next = memory_.data<char>();
+  for (const Change& change : changes) {
+    auto [low_rank, site] = check(change);
+    mx::array a = ready(std::get<3>(change)), b = ready(std::get<4>(change));
+    low_rank.a = next;
+    std::memcpy(next, a.data<char>(), a.nbytes());
+    next += whole_lines(a.nbytes());
+    low_rank.b = next;
+    copy_panels(low_rank, b.data<char>(), b.itemsize(), next);
+    next += whole_lines(b.nbytes());
+    table_.set(std::get<0>(change), site, low_rank);
+  }
 }
 
-void Adapters::add(const Change& change) {
+std::pair<LowRank, long> Adapters::check(const Change& change) const {
   const char* op = "Adapters";
   const auto& [slot, layer, part, a, b, scale] = change;
   require(slot >= 0 && slot < table_.slots, op, ": slot must be 0 to ", table_.slots - 1, ", got ", slot);
@@ -95,10 +127,7 @@ void Adapters::add(const Change& change) {
   bool is_of_experts = l.experts && (part == "gate" || part == "up" || part == "down");
   require(m, op, ": ", name, ": ",
           is_of_experts ? "adapters of experts are not supported" : "there is no such projection");
-  LowRank checked = low_rank(op, name, a, b, scale, m->w.k, m->w.n);
-  held_.push_back(ready(a)), checked.a = held_.back().data<char>();
-  held_.push_back(ready(b)), checked.b = held_.back().data<char>();
-  table_.set(slot, m->site, checked);
+  return {low_rank(op, name, a, b, scale, m->w.k, m->w.n), m->site};
 }
 
 }  // namespace mlxserve

@@ -92,7 +92,7 @@ class RowChanges {
   float* inner_ = nullptr;
 };
 
-// What the slots of calls of a stack stand for. Holds the arrays. Immutable.
+// What the slots of calls of a stack stand for. Holds copies of the arrays. Immutable.
 class Adapters {
  public:
   // A slot's change of a layer's projection: slot, layer, "q", "k", "v", "o", "gate", "up" or "down", a, b, scale.
@@ -105,10 +105,11 @@ class Adapters {
   const LowRankTable& table() const { return table_; }
 
  private:
-  void add(const Change& change);
+  // The change without its data, and the site.
+  std::pair<LowRank, long> check(const Change& change) const;
 
   LowRankTable table_;
-  std::vector<mx::array> held_;
+  mx::array memory_;
 };
 
 }  // namespace mlxserve

@@ -58,11 +58,13 @@ struct MatmulTile {
   long col_begin, col_end;
 };
 
-// The change of a product y = x @ w^T by an adapter: y += scale * (x @ a) @ b, a [k, rank], b [rank, n].
+// The change of a product y = x @ w^T by an adapter: y += scale * (x @ a) @ b, a [k, rank], b [rank, n]. The columns of
+// b lie in panels, one behind the other, each row-major: `panel` columns, the last one what is left.
 struct LowRank {
   Format format;  // of a and b: float32, float16 or bfloat16
   long k, n, rank;
   const void *a, *b;
+  long panel;
   float scale;
 };
 

@@ -56,7 +56,7 @@ class LoraDelta : public CpuPrimitive {
     mx::array slots = dense(inputs[3], encoder), scales = dense(inputs[4], encoder);
     const long rows = x.shape(0), k = x.shape(1), count = a.shape(0), rank = a.shape(2), n = b.shape(2);
     const long size = long(a.itemsize());
-    LowRank change{format_of(a, "lora_delta", "a"), k, n, rank, a.data<char>(), b.data<char>(), 0};
+    LowRank change{format_of(a, "lora_delta", "a"), k, n, rank, a.data<char>(), b.data<char>(), n, 0};
     encoder.dispatch([=, ids = slots.data<int>(), factors = scales.data<float>(), from = x.data<float>(),
                       to = outputs[0].data<float>()]() {
       LowRankTable table(count, 1);

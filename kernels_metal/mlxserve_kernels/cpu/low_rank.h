@@ -53,16 +53,29 @@ static void inner_block(const LowRank& m, const float* x, long begin, long end, 
   }
 }
 
-// M rows of y: n columns from `col` on, or C whole vectors of them.
+// Of b: `width` columns from `first` on.
+struct Panel {
+  const void* b;
+  long first, width;
+};
+
+template <Format F>
+INLINE Panel panel_of(const LowRank& m, long col) {
+  const long first = col / m.panel * m.panel;
+  return {(const char*)m.b + first * m.rank * (F == Format::float32 ? 4 : 2), first, least(m.panel, m.n - first)};
+}
+
+// M rows of y: n columns from `col` on, or C whole vectors of them; all of one panel.
 template <Format F, int M, int C, bool IS_WHOLE>
-static void change_block(const LowRank& m, const float* inner, long inner_ld, float* y, long ld, long col, long n) {
+static void change_block(const LowRank& m, const Panel& p, const float* inner, long inner_ld, float* y, long ld,
+                         long col, long n) {
   vf acc[M][C];
   for (int row = 0; row < M; ++row)
     for (int c = 0; c < C; ++c) acc[row][c] = (vf){};
   for (long r = 0; r < m.rank; ++r) {
     vf b[C];
 #pragma GCC unroll 4
-    for (int c = 0; c < C; ++c) b[c] = load_values<F, IS_WHOLE>(m.b, r * m.n + col + c * W, n);
+    for (int c = 0; c < C; ++c) b[c] = load_values<F, IS_WHOLE>(p.b, r * p.width + col - p.first + c * W, n);
 #pragma GCC unroll 4
     for (int row = 0; row < M; ++row)
 #pragma GCC unroll 4
@@ -86,10 +99,13 @@ static void inner_rows(const LowRank& m, const float* x, long begin, long end, f
 template <Format F, int M>
 static void change_rows(const LowRank& m, const float* inner, long inner_ld, float* y, long ld, long begin, long end) {
   constexpr int C = M == 1 ? 4 : 2;
-  long col = begin;
-  for (; col + C * W <= end; col += C * W) change_block<F, M, C, true>(m, inner, inner_ld, y, ld, col, W);
-  for (; col + W <= end; col += W) change_block<F, M, 1, true>(m, inner, inner_ld, y, ld, col, W);
-  if (col < end) change_block<F, M, 1, false>(m, inner, inner_ld, y, ld, col, end - col);
+  for (long col = begin, stop; col < end; col = stop) {
+    const Panel p = panel_of<F>(m, col);
+    stop = least(end, p.first + p.width);
+    for (; col + C * W <= stop; col += C * W) change_block<F, M, C, true>(m, p, inner, inner_ld, y, ld, col, W);
+    for (; col + W <= stop; col += W) change_block<F, M, 1, true>(m, p, inner, inner_ld, y, ld, col, W);
+    if (col < stop) change_block<F, M, 1, false>(m, p, inner, inner_ld, y, ld, col, stop - col);
+  }
 }
 
 // Calls body.operator()<F, M>(row) for blocks of M rows that cover `rows`.
