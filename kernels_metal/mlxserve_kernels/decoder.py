@@ -10,6 +10,8 @@ One layer, with x the hidden state [T, hidden] and everything in brackets left o
     h = [mlp_norm](x)
     x = x + residual_multiplier * [post_mlp_norm](down(activation(gate(h)) * up(h)))
 
+Rows may have adapters, which change their projections (``mlxserve_kernels.adapters``).
+
 A row's bits do not depend on the other rows of a call, on page placement or on the number of threads, and
 are those that the single operations of ``ops`` give. Angles are the float32 products that mx.fast.rope takes.
 """
@@ -18,12 +20,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import mlx.core as mx
 
 from mlxserve_kernels.dispatch import FLOAT_TYPES, TILE_ROWS, extension, reads_quantized
 from mlxserve_kernels.experts import ExpertWeights
+
+if TYPE_CHECKING:
+    from mlxserve_kernels.adapters import StackAdapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,10 @@ class Projection:
         """Rows of the whole weight."""
         rows = int(self.w.shape[0])
         return rows if self.scale_dtype is None else rows * TILE_ROWS
+
+    @property
+    def num_outputs(self) -> int:
+        return (self.num_rows if self.end is None else self.end) - self.begin
 
     @property
     def is_supported(self) -> bool:
@@ -142,15 +151,17 @@ class DecoderLayer:
     residual_multiplier: float = 1.0
 
     @property
-    def projections(self) -> tuple[Projection, ...]:
-        parts = (self.q, self.k, self.v, self.o, self.gate, self.up, self.down)
-        return tuple(part for part in parts if part is not None)
+    def projections(self) -> dict[str, Projection]:
+        """Those that there are, by name."""
+        parts = {name: getattr(self, name) for name in ("q", "k", "v", "o", "gate", "up", "down")}
+        return {name: part for name, part in parts.items() if part is not None}
 
 
 def can_stack(layer: DecoderLayer) -> bool:
     """Whether ``DecoderStack`` runs here and reads all formats of this layer."""
     are_experts_read = layer.experts is None or layer.experts.is_supported
-    return extension() is not None and are_experts_read and all(p.is_supported for p in layer.projections)
+    are_projections_read = all(part.is_supported for part in layer.projections.values())
+    return extension() is not None and are_experts_read and are_projections_read
 
 
 class DecoderStack:
@@ -184,6 +195,9 @@ class DecoderStack:
         q_starts: mx.array,
         kv_lens: mx.array,
         order: mx.array,
+        *,
+        adapters: StackAdapters | None = None,
+        adapter_slots: mx.array | None = None,
     ) -> tuple[mx.array, mx.array]:
         """The hidden state behind the last layer, and the new handle of ``order``.
 
@@ -194,12 +208,28 @@ class DecoderStack:
         itself have been started before the next call is.
 
         hidden float32 [..., hidden] with T rows; positions, slot_mapping int32 of T entries; the other index
-        arrays as in ``ops.paged_attention``.
+        arrays as in ``ops.paged_attention``. ``adapters`` of this stack come with ``adapter_slots``, int32 of
+        T entries, -1 for a row without.
         """
         result: tuple[mx.array, mx.array] = self._cpu.decoder_stack(  # type: ignore[union-attr]
-            pools.native, hidden, positions, slot_mapping, block_tables, q_starts, kv_lens, order
+            pools.native,
+            hidden,
+            positions,
+            slot_mapping,
+            block_tables,
+            q_starts,
+            kv_lens,
+            order,
+            None if adapters is None else adapters.native,
+            adapter_slots,
         )
         return result
+
+    def native_adapters(
+        self, num_slots: int, changes: list[tuple[int, int, str, mx.array, mx.array, float]]
+    ) -> Any:
+        """What ``StackAdapters`` wraps; a change is slot, layer, projection, a, b, scale."""
+        return self._cpu.Adapters(self._stack, num_slots, changes)  # type: ignore[union-attr]
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,9 +246,8 @@ def _native(cpu: Any, layer: DecoderLayer) -> Any:
     native.window = layer.window or 0
     native.softcap = layer.softcap or 0.0
     native.activation = getattr(cpu.Activation, layer.activation)
-    for name in ("q", "k", "v", "o", "gate", "up", "down"):
-        if (projection := getattr(layer, name)) is not None:
-            setattr(native, name, _native_matrix(cpu, projection))
+    for name, projection in layer.projections.items():
+        setattr(native, name, _native_matrix(cpu, projection))
     if layer.experts is not None:
         native.experts = _native_experts(cpu, layer.experts)
     for name in (

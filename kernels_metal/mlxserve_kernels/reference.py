@@ -147,6 +147,15 @@ _ACTIVATIONS: dict[Activation, Callable[[mx.array], mx.array]] = {
 }
 
 
+def lora_delta(x: mx.array, a: mx.array, b: mx.array, slots: mx.array, scales: mx.array) -> mx.array:
+    if not a.shape[0]:
+        return mx.zeros((x.shape[0], b.shape[2]), dtype=x.dtype)
+    ids = mx.maximum(slots, 0)
+    inner = mx.gather_mm(x[:, None], a.astype(x.dtype), rhs_indices=ids)
+    y = mx.gather_mm(inner, b.astype(x.dtype), rhs_indices=ids).squeeze(1)
+    return mx.where((slots >= 0)[:, None], (scales[ids][:, None] * y).astype(x.dtype), 0)
+
+
 def resize_rows(a: mx.array, num_rows: int) -> mx.array:
     kept = a[:num_rows]
     new = num_rows - kept.shape[0]

@@ -8,7 +8,7 @@ Caches of other kinds than ours always take mlx-lm's own path.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import log
 from typing import Any, Literal
@@ -76,14 +76,31 @@ class _NotStandardError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class FusedPart:
     """One block's share of a stack. Only the first block of a stack has it; ``experts`` and their norm are
-    run by mlx-lm behind the attention."""
+    run by mlx-lm behind the attention. ``projections``: names and numbers of outputs of those that the stack
+    runs, by the paths of the block's layers; one layer may be several."""
 
-    first: int
+    index: int
     stack: DecoderStack | None
     experts: str | None
     norm: str | None
+    projections: Mapping[str, tuple[tuple[str, int], ...]]
+
+
+_ATTENTION_PATHS = {
+    "self_attn.q_proj": ("q",),
+    "self_attn.k_proj": ("k",),
+    "self_attn.v_proj": ("v",),
+    "self_attn.qkv_proj": ("q", "k", "v"),
+    "self_attn.o_proj": ("o",),
+}
+_MLP_PATHS = {
+    "gate_proj": ("gate",),
+    "up_proj": ("up",),
+    "gate_up_proj": ("gate", "up"),
+    "down_proj": ("down",),
+}
 
 
 def fuse_blocks(model: nn.Module, specs: Sequence[LayerSpec]) -> int:
@@ -103,7 +120,7 @@ def fuse_blocks(model: nn.Module, specs: Sequence[LayerSpec]) -> int:
 
 def whole_stack(model: nn.Module) -> DecoderStack | None:
     """The stack that runs all blocks, if there is one that leaves nothing for mlx-lm to do."""
-    parts: list[_Part | None] = [getattr(block, "fused_part", None) for block in model.layers]
+    parts: list[FusedPart | None] = [getattr(block, "fused_part", None) for block in model.layers]
     stack = parts[0].stack if parts and parts[0] is not None else None
     if stack is None or stack.num_layers != len(parts):
         return None
@@ -115,6 +132,15 @@ def unfuse_blocks(model: nn.Module) -> None:
     for block in model.layers:
         if hasattr(type(block), "unfused_class"):
             block.__class__ = type(block).unfused_class
+
+
+def fused_parts(model: nn.Module) -> dict[str, FusedPart]:
+    """The part of each fused block, by its path in the model."""
+    return {
+        path: module.fused_part
+        for path, module in model.named_modules()
+        if hasattr(type(module), "unfused_class")
+    }
 
 
 def _end_of_stack(layers: Sequence[DecoderLayer | None], index: int) -> int:
@@ -134,14 +160,37 @@ def _fuse(blocks: Sequence[nn.Module], layers: Sequence[DecoderLayer | None], fi
     for offset, (block, layer) in enumerate(zip(blocks, layers, strict=True)):
         family = _FAMILIES[_name(block)]
         has_experts = layer is not None and layer.gate is None and layer.experts is None
-        part = _Part(
-            first=first,
+        part = FusedPart(
+            index=first + offset,
             stack=stack if offset == 0 else None,
             experts=family.experts if has_experts else None,
             norm=family.mlp_norm,
+            projections={} if layer is None else _projections(block, layer, family),
         )
         object.__setattr__(block, "fused_part", part)
         block.__class__ = _fused_class(type(block))
+
+
+def _projections(
+    block: nn.Module, layer: DecoderLayer, family: _Family
+) -> dict[str, tuple[tuple[str, int], ...]]:
+    mlp = family.experts if layer.experts is None else f"{family.experts}.shared_expert"
+    paths = _ATTENTION_PATHS | {f"{mlp}.{path}": names for path, names in _MLP_PATHS.items()}
+    widths = {name: part.num_outputs for name, part in layer.projections.items()}
+    return {
+        path: tuple((name, widths[name]) for name in names)
+        for path, names in paths.items()
+        if _has_layer(block, path) and widths.keys() >= set(names)
+    }
+
+
+def _has_layer(block: nn.Module, path: str) -> bool:
+    holder: Any = block
+    for name in path.split("."):
+        if name not in holder:
+            return False
+        holder = holder[name]
+    return True
 
 
 def _fused_class(original: type[nn.Module]) -> type[nn.Module]:
@@ -149,9 +198,9 @@ def _fused_class(original: type[nn.Module]) -> type[nn.Module]:
         if not isinstance(cache, PagedLayerCache):
             plain: mx.array = original.__call__(self, x, mask, cache)
             return plain
-        part: _Part = self.fused_part
+        part: FusedPart = self.fused_part
         if part.stack is not None:
-            x = run_stack(part.stack, x, cache.layers, part.first, cache.metadata)
+            x = run_stack(part.stack, x, cache.layers, part.index, cache.metadata)
         if part.experts is not None:
             normed = x if part.norm is None else self[part.norm](x)
             x = x + self[part.experts](normed) * getattr(self, "residual_multiplier", 1.0)
@@ -164,7 +213,8 @@ def run_stack(
     stack: DecoderStack, x: mx.array, pages: ModelPages, first: int, metadata: PagedMetadata
 ) -> mx.array:
     """The hidden state behind a stack that begins with layer ``first``."""
-    layer = pages[first]
+    layer, rows = pages[first], metadata.adapters
+    adapters = None if rows is None else rows.adapters.get(first)
     hidden, layer.keys = stack(
         pages.held(first, stack),
         x,
@@ -174,6 +224,8 @@ def run_stack(
         metadata.q_starts,
         metadata.kv_lens,
         layer.keys,
+        adapters=adapters,
+        adapter_slots=None if rows is None or adapters is None else rows.slots,
     )
     return hidden
 

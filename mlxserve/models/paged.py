@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, overload
 
 import mlx.core as mx
@@ -19,8 +19,18 @@ import mlx.nn as nn
 
 from mlxserve.errors import UnsupportedModelError
 from mlxserve_kernels import ops
+from mlxserve_kernels.adapters import StackAdapters
 from mlxserve_kernels.decoder import DecoderStack, StackPools
 from mlxserve_kernels.quantized_pages import head_bytes, row_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RowAdapters:
+    """The adapters of the rows of a forward: ``adapters`` as ``mlxserve.models.adapters`` bound them to the
+    model, and the slot in them of each of T rows, int32 [T], -1 for none."""
+
+    adapters: Mapping[int, StackAdapters]
+    slots: mx.array
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +42,7 @@ class PagedMetadata:
     block_tables [S, P]  pages of each run's sequence, padded with 0
     q_starts     [S+1]   run s is tokens q_starts[s] : q_starts[s+1]
     kv_lens      [S]     keys of the sequence up to and including the run
+    adapters             None where no row has an adapter
     """
 
     positions: mx.array
@@ -39,6 +50,7 @@ class PagedMetadata:
     block_tables: mx.array
     q_starts: mx.array
     kv_lens: mx.array
+    adapters: RowAdapters | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)

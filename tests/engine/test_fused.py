@@ -20,7 +20,7 @@ from mlx_lm.utils import load_model as load_stock
 
 from mlxserve.models import loader
 from mlxserve.models.loader import LoadedModel, load_model
-from mlxserve.models.paged import ModelPages, PagedCaches, PagedMetadata
+from mlxserve.models.paged import ModelPages, PagedCaches, PagedMetadata, RowAdapters
 from mlxserve_kernels import ops
 from mlxserve_kernels.dispatch import extension, num_threads
 from tests.tiny_models import TinyModel, write_tiny_model
@@ -126,7 +126,9 @@ def new_pages(model: LoadedModel, count: int = 24) -> ModelPages:
     return pages
 
 
-def step(model: LoadedModel, pages: ModelPages, *runs: Run) -> list[np.ndarray]:
+def step(
+    model: LoadedModel, pages: ModelPages, *runs: Run, adapters: RowAdapters | None = None
+) -> list[np.ndarray]:
     """Logits of all rows of each run."""
 
     def ints(values: Any) -> mx.array:
@@ -143,6 +145,7 @@ def step(model: LoadedModel, pages: ModelPages, *runs: Run) -> list[np.ndarray]:
         block_tables=ints([[*run.pages, *[0] * (width - len(run.pages))] for run in runs]),
         q_starts=ints(starts),
         kv_lens=ints([run.start + len(run.tokens) for run in runs]),
+        adapters=adapters,
     )
     caches = PagedCaches(pages, metadata, mx.arange(len(positions)))
     logits = model.forward(ints([token for run in runs for token in run.tokens]), caches)

@@ -6,6 +6,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include "adapters.h"
 #include "decoder.h"
 #include "isa.h"
 #include "mlx/compile_impl.h"
@@ -19,6 +20,7 @@ using namespace nb::literals;
 namespace {
 
 using mlxserve::Activation;
+using mlxserve::Adapters;
 using mlxserve::Arrays;
 using mlxserve::DecoderLayer;
 using mlxserve::DecoderStack;
@@ -78,8 +80,11 @@ void bind_decoder(nb::module_& m) {
   nb::class_<StackPools>(m, "StackPools")
       .def(nb::init<std::shared_ptr<const DecoderStack>, Arrays, Arrays, int>(), "stack"_a, "k_pools"_a, "v_pools"_a,
            "kv_bits"_a);
+  nb::class_<Adapters>(m, "Adapters")
+      .def(nb::init<std::shared_ptr<const DecoderStack>, long, const std::vector<Adapters::Change>&>(), "stack"_a,
+           "slots"_a, "changes"_a);
   m.def("decoder_stack", &mlxserve::decoder_stack, "pools"_a, "hidden"_a, "positions"_a, "slot_mapping"_a,
-        "block_tables"_a, "q_starts"_a, "kv_lens"_a, "order"_a);
+        "block_tables"_a, "q_starts"_a, "kv_lens"_a, "order"_a, "adapters"_a.none(), "adapter_slots"_a.none());
 }
 
 void bind_experts(nb::module_& m) {
@@ -127,6 +132,7 @@ NB_MODULE(_cpu, m) {
   m.def("rms_norm", &mlxserve::rms_norm, "x"_a, "weight"_a.none(), "eps"_a);
   m.def("add_rms_norm", &mlxserve::add_rms_norm, "x"_a, "residual"_a, "weight"_a.none(), "eps"_a);
   m.def("gated", &mlxserve::gated, "gate"_a, "up"_a, "activation"_a);
+  m.def("lora_delta", &mlxserve::lora_delta, "x"_a, "a"_a, "b"_a, "slots"_a, "scales"_a);
   m.def("has_tiles", &mlxserve::has_tiles, "Whether the instruction set in use computes with tiles.");
   m.def("set_digits", &mlxserve::set_digits, "digits"_a);
   m.def("pack_tiles", &mlxserve::pack_tiles, "w"_a, "scales"_a, "biases"_a, "group_size"_a, "bits"_a);

@@ -192,7 +192,7 @@ class Worker {
     bool to_tiles = false, to_others = false;
     for (const Matrix* m : readers) (is_tiled(m->w.format) ? to_tiles : to_others) = true;
     is_for_tiles_ = !to_others;
-    if (run_.is_few()) return;
+    if (run_.is_few()) return multiply_changes(readers);
     long tile = use_.row_tile;
     share((rows_ + tile - 1) / tile, [&](long begin, long end) {
       for (long row = begin * tile; row < std::min(end * tile, rows_); row += tile) {
@@ -202,10 +202,27 @@ class Worker {
           use_.rms_norm(source, norm_->data, norm_->format, norm_->eps, count, k, private_);
           source = private_;
         }
+        for (const Matrix* m : readers)
+          run_.changes.multiply_rows(m->site, row, count, source, private_ + run_.own_changes);
         if (to_others) use_.pack(source, count, k, run_.packed + use_.packed_floats(row, k));
         if (to_tiles)
           use_.to_digits(source, count, k, run_.digits,
                          reinterpret_cast<char*>(run_.integers) + use_.digit_bytes(row, k, run_.digits));
+      }
+    });
+  }
+
+  // Few rows times the first factors of their adapters. Threads share that out: what each needs of it would
+  // otherwise be computed by all, or by the one thread that has the row later.
+  void multiply_changes(std::initializer_list<const Matrix*> readers) {
+    long total = 0;
+    for (const Matrix* m : readers) total += run_.changes.units(m->site);
+    if (!total) return;
+    share(total, [&](long begin, long end) {
+      for (const Matrix* m : readers) {
+        run_.changes.multiply(m->site, begin, end, normed());
+        long units = run_.changes.units(m->site);
+        begin -= units, end -= units;
       }
     });
   }
@@ -237,9 +254,10 @@ class Worker {
       tile.x = normed();
       use_.matmul_direct(m.w, tile);
     }
-    if (!m.bias) return;
-    for (long row = rows.begin; row < rows.end; ++row)
-      use_.add_scaled(y + row * m.w.n + cols.begin, m.bias + cols.begin, 1, cols.end - cols.begin);
+    if (m.bias)
+      for (long row = rows.begin; row < rows.end; ++row)
+        use_.add_scaled(y + row * m.w.n + cols.begin, m.bias + cols.begin, 1, cols.end - cols.begin);
+    run_.changes.add(m.site, tile, private_ + run_.own_changes);
   }
 
   // Calls body(which, rows, cols) for rectangles that cover the columns of all matrices, for all rows. Inputs were
@@ -340,6 +358,10 @@ class Worker {
 };
 
 void run_stack(const DecoderStack& stack, const Step& step) {
+  for (long row = 0; step.adapters && row < step.rows; ++row)
+    require(step.adapter_slots[row] >= -1 && step.adapter_slots[row] < step.adapters->table().slots,
+            "decoder_stack: adapter_slots[", row, "] is ", step.adapter_slots[row], ", there are ",
+            step.adapters->table().slots, " adapters");
   for (const KvPools& pools : step.pools)
     for (long row = 0, slots = pools.keys.pages * pools.keys.page; row < step.rows; ++row)
       require(step.slots[row] >= 0 && step.slots[row] < slots, "decoder_stack: slot_mapping[", row, "] is ",
@@ -350,13 +372,14 @@ void run_stack(const DecoderStack& stack, const Step& step) {
 
 class DecoderStackPrimitive : public CpuPrimitive {
  public:
-  DecoderStackPrimitive(mx::Stream stream, std::shared_ptr<const StackPools> pools)
-      : CpuPrimitive(stream), pools_(std::move(pools)) {}
+  DecoderStackPrimitive(mx::Stream stream, std::shared_ptr<const StackPools> pools,
+                        std::shared_ptr<const Adapters> adapters)
+      : CpuPrimitive(stream), pools_(std::move(pools)), adapters_(std::move(adapters)) {}
 
   const char* name() const override { return "MlxserveDecoderStack"; }
 
-  // inputs: hidden, positions, slot_mapping, block_tables, q_starts, kv_lens, order; outputs: hidden, and the new
-  // handle of order, which stands for all pools.
+  // inputs: hidden, positions, slot_mapping, block_tables, q_starts, kv_lens, order, and adapter_slots where there are
+  // adapters; outputs: hidden, and the new handle of order, which stands for all pools.
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
     auto& encoder = mx::cpu::get_command_encoder(stream());
     allocate(outputs[0]);
@@ -369,6 +392,7 @@ class DecoderStackPrimitive : public CpuPrimitive {
     step.rows = long(in[1].size()), step.sequences = in[5].shape(0), step.max_pages = in[3].shape(1);
     step.pools = pools_->pools;
     outputs[1].copy_shared_buffer(inputs[kOrder]);
+    if (adapters_) step.adapters = adapters_, step.adapter_slots = dense(inputs[kOrder + 1], encoder).data<int>();
     encoder.dispatch([pools = pools_, step] { run_stack(*pools->stack, step); });
   }
 
@@ -376,6 +400,7 @@ class DecoderStackPrimitive : public CpuPrimitive {
   static constexpr int kOrder = 6;
 
   std::shared_ptr<const StackPools> pools_;
+  std::shared_ptr<const Adapters> adapters_;
 };
 
 }  // namespace
@@ -383,7 +408,9 @@ class DecoderStackPrimitive : public CpuPrimitive {
 std::pair<mx::array, mx::array> decoder_stack(std::shared_ptr<const StackPools> pools, const mx::array& hidden,
                                               const mx::array& positions, const mx::array& slot_mapping,
                                               const mx::array& block_tables, const mx::array& q_starts,
-                                              const mx::array& kv_lens, const mx::array& order) {
+                                              const mx::array& kv_lens, const mx::array& order,
+                                              std::shared_ptr<const Adapters> adapters,
+                                              const std::optional<mx::array>& adapter_slots) {
   const char* op = "decoder_stack";
   long width = pools->stack->layers[0].hidden();
   require(hidden.dtype() == mx::float32 && hidden.ndim() >= 1 && hidden.shape(-1) == width, op,
@@ -400,9 +427,17 @@ std::pair<mx::array, mx::array> decoder_stack(std::shared_ptr<const StackPools> 
           ": block_tables must be [S, max_pages]");
   const mx::array& first = pools->k_arrays[0];
   require(order.shape() == first.shape() && order.dtype() == first.dtype(), op, ": order is no handle of k_pools[0]");
-  Arrays outputs = mx::array::make_arrays({hidden.shape(), order.shape()}, {mx::float32, order.dtype()},
-                                          std::make_shared<DecoderStackPrimitive>(cpu_stream(), std::move(pools)),
-                                          {hidden, positions, slot_mapping, block_tables, q_starts, kv_lens, order});
+  Arrays inputs{hidden, positions, slot_mapping, block_tables, q_starts, kv_lens, order};
+  require((adapters != nullptr) == adapter_slots.has_value(), op, ": adapters and adapter_slots come together");
+  if (adapters) {
+    require(adapters->stack == pools->stack, op, ": the adapters were made for another stack");
+    require(adapter_slots->dtype() == mx::int32 && long(adapter_slots->size()) == rows, op,
+            ": adapter_slots must be int32 with ", rows, " entries");
+    inputs.push_back(*adapter_slots);
+  }
+  Arrays outputs = mx::array::make_arrays(
+      {hidden.shape(), order.shape()}, {mx::float32, order.dtype()},
+      std::make_shared<DecoderStackPrimitive>(cpu_stream(), std::move(pools), std::move(adapters)), inputs);
   return {outputs[0], outputs[1]};
 }
 

@@ -30,6 +30,7 @@ class Matrix {
 
   Weight w{};
   const float* bias = nullptr;
+  long site = -1;  // which of a stack's projections it is, -1 for none
 
  private:
   void take_bias(const std::optional<mx::array>& bias);
@@ -68,6 +69,8 @@ struct Experts {
   std::optional<Matrix> shared_gate;
 };
 
+constexpr long kProjections = 7;  // of a layer, that adapters may change
+
 struct DecoderLayer {
   long heads = 0, kv_heads = 0, dim = 0, value_dim = 0;
   float scale = 0;
@@ -82,13 +85,16 @@ struct DecoderLayer {
   std::optional<mx::array> sinks;
 
   bool has_mlp() const { return gate.has_value(); }
+  // q, k, v, o, gate, up and down: null for any other name, and where the layer has none.
+  const Matrix* projection(const std::string& name) const;
   long hidden() const { return o->w.n; }
 };
 
 // Layers that follow each other. Immutable.
 class DecoderStack {
  public:
-  // Throws std::invalid_argument where the parts of a layer do not fit together.
+  // Throws std::invalid_argument where the parts of a layer do not fit together. Numbers the projections: site
+  // kProjections * i + j is projection j of layer i.
   explicit DecoderStack(std::vector<DecoderLayer> layers);
 
   std::vector<DecoderLayer> layers;
@@ -99,14 +105,18 @@ class DecoderStack {
   long angle_floats = 0;       // of one row, all ropes
 };
 
+class Adapters;
 using Arrays = std::vector<mx::array>;
 
 struct StackPools;  // stack_pools.h
 
-// The hidden state behind the last layer and the new handle of k_pools[0] (see decoder.py).
+// The hidden state behind the last layer and the new handle of k_pools[0] (see decoder.py). `adapters`, made for the
+// stack of the pools, and adapter_slots come together.
 std::pair<mx::array, mx::array> decoder_stack(std::shared_ptr<const StackPools> pools, const mx::array& hidden,
                                               const mx::array& positions, const mx::array& slot_mapping,
                                               const mx::array& block_tables, const mx::array& q_starts,
-                                              const mx::array& kv_lens, const mx::array& order);
+                                              const mx::array& kv_lens, const mx::array& order,
+                                              std::shared_ptr<const Adapters> adapters,
+                                              const std::optional<mx::array>& adapter_slots);
 
 }  // namespace mlxserve

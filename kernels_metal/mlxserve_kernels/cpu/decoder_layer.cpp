@@ -105,6 +105,13 @@ Matrix Matrix::rows(long begin, long end) const {
   return part;
 }
 
+const Matrix* DecoderLayer::projection(const std::string& name) const {
+  for (auto [part, matrix] : {std::pair{"q", &q}, {"k", &k}, {"v", &v}, {"o", &o}, {"gate", &gate}, {"up", &up},
+                              {"down", &down}})
+    if (name == part) return *matrix ? &**matrix : nullptr;
+  return nullptr;
+}
+
 Experts::Experts(Matrix router_, Matrix gate_, Matrix up_, Matrix down_, long top_k, bool is_normalized,
                  std::optional<Matrix> shared)
     : router(std::move(router_)), gate_arrays(std::move(gate_)), up_arrays(std::move(up_)),
@@ -133,8 +140,13 @@ Rope::Rope(const mx::array& frequencies, float position_scale, float input_scale
 
 DecoderStack::DecoderStack(std::vector<DecoderLayer> parts) : layers(std::move(parts)) {
   require(!layers.empty() && layers[0].o, "DecoderStack: no layers");
+  long site = 0;
   for (DecoderLayer& l : layers) {
     check(l, layers[0].hidden());
+    for (auto* matrix : {&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down}) {
+      if (*matrix) (*matrix)->site = site;
+      ++site;
+    }
     if (l.sinks) l.sinks = ready(*l.sinks);
     widest = std::max({widest, l.hidden(), l.o->w.k, l.has_mlp() ? l.down->w.k : 0,
                        l.experts ? l.experts->down.w.k : 0});

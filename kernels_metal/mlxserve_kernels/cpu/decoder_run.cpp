@@ -10,7 +10,7 @@
 namespace mlxserve {
 namespace {
 
-constexpr long kPhasesOfALayer = 23;  // of decoder.cpp's, at most: with experts and a shared one
+constexpr long kPhasesOfALayer = 27;  // of decoder.cpp's, at most: with adapters, experts and a shared one
 
 bool has_same_plan(const Attention& a, const Attention& b) {
   return a.window == b.window && a.heads == b.heads && a.kv_heads == b.kv_heads && a.dim == b.dim &&
@@ -74,6 +74,7 @@ AttentionCall attention_call(const DecoderLayer& l, const Step& step, const KvPo
 
 Run::Run(const DecoderStack& stack, const Step& step)
     : stack(stack), step(step), team(long(stack.layers.size()) * kPhasesOfALayer + 1) {
+  if (step.adapters) changes = RowChanges(step.adapters->table(), step.adapter_slots, step.rows);
   plan();
   place();
 }
@@ -132,6 +133,7 @@ void Run::place() {
   std::size_t total = aligned(sizes[6]);
   for (std::size_t size : sizes) total += aligned(size);
   for (std::size_t size : expert_sizes) total += aligned(size);
+  total += changes.shared_floats();
   float* next = scratch(2, total);
   for (auto [to, size] : {std::pair{&angles, sizes[0]}, {&q, sizes[1]}, {&k, sizes[2]}, {&v, sizes[3]},
                           {&attended, sizes[4]}, {&sum, sizes[5]}, {&gate, sizes[6]}, {&up, sizes[6]},
@@ -140,6 +142,9 @@ void Run::place() {
                           {&expert_gates, expert_sizes[3]}, {&expert_ups, expert_sizes[4]},
                           {&expert_sums, expert_sizes[5]}})
     *to = next, next += aligned(size);
+  changes.place(next);
+  own_changes = aligned(private_floats);
+  private_floats = own_changes + changes.own_floats();
   // Rows of no sequence attend to nothing.
   long covered = step.q_starts[step.sequences];
   if (covered < rows) std::memset(attended, 0, sizes[4] * sizeof(float));

@@ -5,6 +5,7 @@
 #include <span>
 #include <vector>
 
+#include "adapters.h"
 #include "attention_plan.h"
 #include "decoder.h"
 #include "kv_pool.h"
@@ -20,6 +21,8 @@ struct Step {
   const float* input;
   float* hidden;
   std::span<const KvPools> pools;
+  std::shared_ptr<const Adapters> adapters;  // perhaps none
+  const int* adapter_slots;
 };
 
 struct SplitTask {
@@ -63,6 +66,8 @@ class Run {
   float *normed, *logits, *shares, *expert_gates, *expert_ups, *expert_sums;
   std::vector<int> expert_ids;
   std::vector<Grouping> groupings;
+  RowChanges changes;
+  std::size_t own_changes = 0;  // where a thread's private floats for them begin
 
  private:
   void plan();

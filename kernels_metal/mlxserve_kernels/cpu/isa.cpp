@@ -24,6 +24,7 @@ namespace {
 #include "matmul.h"
 #include "columns.h"
 #include "rows.h"
+#include "low_rank.h"
 #include "sampling.h"
 #if defined(MLXSERVE_AVX512)
 #include "tiles.h"
@@ -55,6 +56,8 @@ const Kernels kernels = {
     .matmul_columns = matmul_columns,
     .widen = widen,
     .narrow = narrow,
+    .low_rank_inner = low_rank_inner,
+    .low_rank_change = low_rank_change,
     .read_row = read_row,
     .argmax = argmax,
     .block_maxima = block_maxima,

@@ -83,6 +83,16 @@ struct ColumnsTile {
   long col_begin, col_end;
 };
 
+// The change of a product y = x @ w^T by an adapter: y += scale * (x @ a) @ b, a [k, rank], b [rank, n]. The columns of
+// b lie in panels, one behind the other, each row-major: `panel` columns, the last one what is left.
+struct LowRank {
+  Format format;  // of a and b: float32, float16 or bfloat16
+  long k, n, rank;
+  const void *a, *b;
+  long panel;
+  float scale;
+};
+
 struct Attention {
   const float* q;
   const void* keys;
@@ -157,6 +167,11 @@ struct Kernels {
   // Values of a float format to float32, and back, rounded to the nearest.
   void (*widen)(Format format, const void* from, long n, float* to);
   void (*narrow)(Format format, const float* from, long n, void* to);
+
+  // y [rows, rank] = columns begin to end - 1 of x [rows, k] times these rows of `a`; rows of y are `ld` apart.
+  void (*low_rank_inner)(const LowRank&, const float* x, long rows, long begin, long end, float* y, long ld);
+  // Changes a rectangle of y; `inner` is x @ a of its rows, inner_ld apart. The tile's x is not read.
+  void (*low_rank_change)(const LowRank&, const float* inner, long inner_ld, const MatmulTile&);
 
   // Row n of a weight, dequantized.
   void (*read_row)(const Weight&, long n, float* to);

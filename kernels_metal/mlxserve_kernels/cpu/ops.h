@@ -66,6 +66,10 @@ mx::array gather_matmul(const mx::array& x, const mx::array& ids, const ExpertAr
 mx::array gated_experts(const mx::array& x, const mx::array& ids, const std::optional<mx::array>& shares,
                         const ExpertArrays& gate, const ExpertArrays& up, const ExpertArrays& down,
                         Activation activation);
+// The change that its row's adapter makes to a product: scales[s] * (x @ a[s]) @ b[s], s being slots[row]; 0 for -1.
+mx::array lora_delta(const mx::array& x, const mx::array& a, const mx::array& b, const mx::array& slots,
+                     const mx::array& scales);
+
 std::pair<mx::array, mx::array> route(const mx::array& logits, int top_k, bool is_normalized);
 
 }  // namespace mlxserve
