@@ -1,0 +1,73 @@
+"""What a run has cost: bytes and coalescing by buffer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class BufferCost:
+    """Bytes one buffer gave and took.
+
+    `thread_*` counts what threads asked for; `simd_*` counts each byte once an access of a simdgroup (a broadcast is
+    one read); `unique_*` counts each byte once a run; `line_bytes` is 64 times the 64-byte lines that the simdgroup
+    accesses touched.
+    """
+
+    name: str
+    bytes: int
+    thread_read: int
+    thread_written: int
+    simd_read: int
+    simd_written: int
+    line_bytes: int
+    accesses: int
+    unique_read: int
+    unique_written: int
+
+    @property
+    def read_ratio(self) -> float:
+        """Bytes read by simdgroups over distinct bytes read: 1.0 is each byte once."""
+        return self.simd_read / self.unique_read if self.unique_read else 1.0
+
+    @property
+    def coalescing(self) -> float:
+        """Bytes used over bytes of the 64-byte lines touched, over all simdgroup accesses."""
+        return (self.simd_read + self.simd_written) / self.line_bytes if self.line_bytes else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One launch: where, how long, and what it cost (counted in the first schedule)."""
+
+    kernel: str
+    grid: tuple[int, int, int]
+    threadgroup: tuple[int, int, int]
+    groups: int
+    schedules: int
+    accesses: int
+    barriers: int
+    threadgroup_bytes: int
+    seconds: float
+    buffers: tuple[BufferCost, ...]
+
+    def buffer(self, name: str) -> BufferCost:
+        """The cost of the named buffer. Raises KeyError with the names there are."""
+        for cost in self.buffers:
+            if cost.name == name:
+                return cost
+        raise KeyError(f"no buffer {name!r}; there are {', '.join(cost.name for cost in self.buffers)}")
+
+    def table(self) -> str:
+        """Fixed-width lines for people."""
+        head = (
+            f"{self.kernel}  grid {self.grid}  threadgroup {self.threadgroup}  groups {self.groups}  "
+            f"schedules {self.schedules}  barriers {self.barriers}  threadgroup bytes {self.threadgroup_bytes}"
+        )
+        lines = [head, f"  {'buffer':<16}{'unique':>12}{'requested':>12}{'ratio':>8}{'written':>12}{'coalesced':>11}"]
+        for b in self.buffers:
+            lines.append(
+                f"  {b.name:<16}{b.unique_read:>12}{b.simd_read:>12}{b.read_ratio:>8.3f}{b.simd_written:>12}"
+                f"{b.coalescing:>10.1%}"
+            )
+        return "\n".join(lines)

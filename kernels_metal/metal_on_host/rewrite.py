@@ -1,0 +1,509 @@
+"""From preprocessed Metal to clang's C++ for OpenCL: the few constructs that the latter spells otherwise.
+
+Metal and C++ for OpenCL share their address spaces, so the compiler itself refuses what Metal would refuse.
+Rewritten, line by line so that line numbers stay: attributes and kernel parameters, function constants,
+threadgroup variables (which come from the runtime, one guarded range each), vector constructors, half literals,
+and the `thread` qualifier of methods. Entry points for each kernel instantiation are appended.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from metal_on_host.errors import MetalSourceError
+
+ATTRIBUTES = (
+    "dispatch_quadgroups_per_threadgroup",
+    "dispatch_simdgroups_per_threadgroup",
+    "dispatch_threads_per_threadgroup",
+    "grid_origin",
+    "grid_size",
+    "quadgroup_index_in_threadgroup",
+    "quadgroups_per_threadgroup",
+    "simdgroup_index_in_threadgroup",
+    "simdgroups_per_threadgroup",
+    "thread_execution_width",
+    "thread_index_in_quadgroup",
+    "thread_index_in_simdgroup",
+    "thread_index_in_threadgroup",
+    "thread_position_in_grid",
+    "thread_position_in_threadgroup",
+    "threadgroup_position_in_grid",
+    "threadgroups_per_grid",
+    "threads_per_grid",
+    "threads_per_simdgroup",
+    "threads_per_threadgroup",
+)
+"""In the order of the runtime's `enum Attribute`."""
+
+_TOKEN = re.compile(
+    r"""(?P<marker>^[ \t]*\#[^\n]*)
+      | (?P<space>\s+)
+      | (?P<name>[A-Za-z_]\w*)
+      | (?P<number>\.?\d(?:[eEpP][+-]|[\w.])*)
+      | (?P<string>"(?:\\.|[^"\\])*")
+      | (?P<char>'(?:\\.|[^'\\])*')
+      | (?P<op>::|->|\.)
+      | (?P<punct>.)""",
+    re.VERBOSE | re.MULTILINE,
+)
+_MARKER = re.compile(r'\s*#\s*(?:line\s+)?(\d+)\s+"((?:\\.|[^"\\])*)"')
+_LITERAL = re.compile(r"(?i)^(\d*\.?\d*(?:e[+-]?\d+)?)(h|bf)$")
+_VECTORS = frozenset(
+    f"{base}{n}"
+    for base in "char uchar short ushort int uint long ulong half float bfloat".split()
+    for n in (2, 3, 4)
+)
+_OPEN = {"(": ")", "[": "]", "{": "}", "<": ">"}
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A kernel parameter: a buffer (`index`) or a position (`attribute`)."""
+
+    name: str
+    type: str
+    index: int | None
+    attribute: str | None
+
+    @property
+    def is_reference(self) -> bool:
+        return self.type.endswith("&")
+
+    @property
+    def is_written(self) -> bool:
+        return "__global" in self.type and "const" not in self.type.split()
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A kernel function; `template` is its template parameter list without the brackets, or None."""
+
+    name: str
+    template: str | None
+    parameters: tuple[Parameter, ...]
+
+    @property
+    def buffers(self) -> tuple[Parameter, ...]:
+        return tuple(sorted((p for p in self.parameters if p.index is not None), key=lambda p: p.index or 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An instantiation that can be launched: `symbol` in the shared object runs `expression`."""
+
+    host_name: str
+    kernel: Kernel
+    expression: str
+    symbol: str
+
+
+@dataclass(slots=True)
+class Rewritten:
+    text: str
+    entries: list[Entry] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Token:
+    kind: str
+    text: str
+    line: int
+    file: str
+
+
+def _tokens(text: str) -> list[_Token]:
+    tokens: list[_Token] = []
+    line, file = 1, "<source>"
+    for match in _TOKEN.finditer(text):
+        kind, part = match.lastgroup or "punct", match.group()
+        tokens.append(_Token(kind, part, line, file))
+        marker = _MARKER.match(part) if kind == "marker" else None
+        if marker:
+            line, file = int(marker.group(1)) - 1, marker.group(2)
+        line += part.count("\n")
+    return tokens
+
+
+def rewrite(text: str, function_constants: Mapping[str, bool | int | float] | None = None) -> Rewritten:
+    """Translates preprocessed Metal. Raises MetalSourceError with file and line for what Metal refuses."""
+    return _Rewriter(_tokens(text), function_constants or {}).run()
+
+
+class _Rewriter:
+    def __init__(self, tokens: list[_Token], constants: Mapping[str, bool | int | float]) -> None:
+        self.tokens = tokens
+        self.constants = constants
+        self.vectors = set(_VECTORS)
+        self.kernels: dict[str, Kernel] = {}
+        self.wanted: list[tuple[str, str]] = []
+
+    def run(self) -> Rewritten:
+        self._literals()
+        self._vector_aliases()
+        self._instantiations()
+        bodies = self._kernels()
+        self._function_constants()
+        self._threadgroup_variables(bodies)
+        self._strip_attributes()
+        self._method_qualifiers()
+        self._vector_constructors()
+        entries = self._entries()
+        text = "".join(token.text for token in self.tokens) + "\n" + _entry_code(entries)
+        return Rewritten(text, entries)
+
+    # Moving about: significant tokens only, brackets matched.
+
+    def _next(self, i: int) -> int:
+        i += 1
+        while i < len(self.tokens) and (self.tokens[i].kind in ("space", "marker") or not self.tokens[i].text):
+            i += 1
+        return i
+
+    def _previous(self, i: int) -> int:
+        i -= 1
+        while i >= 0 and (self.tokens[i].kind in ("space", "marker") or not self.tokens[i].text):
+            i -= 1
+        return i
+
+    def _at(self, i: int) -> str:
+        return self.tokens[i].text if 0 <= i < len(self.tokens) else ""
+
+    def _close(self, i: int) -> int:
+        """The index of the bracket that closes the one at `i`."""
+        opening, closing = self._at(i), _OPEN[self._at(i)]
+        depth = 0
+        angle = opening == "<"
+        while i < len(self.tokens):
+            text = self.tokens[i].text
+            if angle and text in ("(", "["):
+                i = self._close(i)
+            elif text == opening:
+                depth += 1
+            elif text == closing:
+                depth -= 1
+                if depth == 0:
+                    return i
+            i += 1
+        raise MetalSourceError(f"unbalanced {opening}")
+
+    def _blank(self, start: int, end: int) -> None:
+        """Removes tokens but keeps their line breaks."""
+        for token in self.tokens[start:end]:
+            if token.kind == "space":
+                token.text = "\n" * token.text.count("\n") or " "
+            elif token.kind != "marker":
+                token.text = ""
+
+    def _text(self, start: int, end: int) -> str:
+        parts = (" " if t.kind in ("space", "marker") else t.text for t in self.tokens[start:end])
+        return re.sub(r"\s+", " ", "".join(parts)).strip()
+
+    def _names(self, name: str) -> Iterator[int]:
+        return (i for i, token in enumerate(self.tokens) if token.kind == "name" and token.text == name)
+
+    def _split(self, start: int, end: int) -> list[tuple[int, int]]:
+        """Top-level comma separated ranges."""
+        parts, begin, i = [], start, start
+        while i < end:
+            text = self.tokens[i].text
+            if text in ("(", "[", "{") or (text == "<" and self.tokens[self._previous(i)].kind == "name"):
+                i = self._close(i)
+            elif text == ",":
+                parts.append((begin, i))
+                begin = i + 1
+            i += 1
+        if self._text(begin, end):
+            parts.append((begin, end))
+        return parts
+
+    def _where(self, i: int) -> str:
+        return f"{self.tokens[i].file}:{self.tokens[i].line}"
+
+    # The rewrites.
+
+    def _literals(self) -> None:
+        for token in self.tokens:
+            match = _LITERAL.match(token.text) if token.kind == "number" else None
+            if match and not token.text.lower().startswith("0x"):
+                digits = match.group(1)
+                digits += "" if "." in digits or "e" in digits.lower() else ".0"
+                token.text = f"(({'__bf16' if match.group(2).lower() == 'bf' else '_Float16'}){digits}f)"
+
+    def _vector_aliases(self) -> None:
+        text = "".join(" " if t.kind == "marker" else t.text for t in self.tokens)
+        named = "|".join(sorted(_VECTORS))
+        for match in re.finditer(rf"typedef\s+(?:metal::)?(?:vec\s*<[^;]*>|{named})\s+(\w+)\s*;", text):
+            self.vectors.add(match.group(1))
+        for match in re.finditer(rf"using\s+(\w+)\s*=\s*(?:metal::)?(?:vec\s*<[^;]*>|{named})\s*;", text):
+            self.vectors.add(match.group(1))
+
+    def _attribute_at(self, i: int) -> int | None:
+        """The end (exclusive) of the `[[...]]` that starts at `i`."""
+        if self._at(i) != "[" or self._at(self._next(i)) != "[":
+            return None
+        end = self._close(i)
+        return end + 1
+
+    def _instantiations(self) -> None:
+        """Records and removes `template [[host_name("x")]] [[kernel]] decltype(f<A>) f<A>;`."""
+        for i in list(self._names("host_name")):
+            start = i
+            while self._at(start) != "template":
+                start = self._previous(start)
+                if start < 0 or self._at(start) == ";":
+                    raise MetalSourceError(f"{self._where(i)}: host_name outside an instantiation")
+            name = self._at(self._next(self._next(i))).strip('"')
+            j = start
+            while self._at(j) != "decltype":
+                j = self._next(j)
+            close = self._close(self._next(j))
+            end = close
+            while self._at(end) != ";":
+                end = self._next(end)
+            self.wanted.append((name, self._text(close + 1, end)))
+            self._blank(start, end + 1)
+
+    def _kernels(self) -> list[tuple[int, int]]:
+        """Records every kernel function; returns the ranges of their bodies."""
+        bodies: list[tuple[int, int]] = []
+        for i in list(self._names("kernel")):
+            if not self._at(i):
+                continue
+            j = self._next(i)
+            while self._at(j) in ("]", "[") or self._at(self._previous(j)) == "[":
+                j = self._next(j)
+            if self._at(j) != "void":
+                continue
+            template = self._template_before(i)
+            name = self._next(j)
+            opening = self._next(name)
+            closing = self._close(opening)
+            parameters = self._parameters(opening + 1, closing)
+            body = self._next(closing)
+            if self._at(body) == "{":
+                bodies.append((body, self._close(body)))
+            kernel = Kernel(self._at(name), template, parameters)
+            self.kernels[kernel.name] = kernel
+            if self._at(self._previous(i)) != "[":
+                self._blank(i, i + 1)
+        return bodies
+
+    def _template_before(self, i: int) -> str | None:
+        j = self._previous(i)
+        while self._at(j) in ("[", "]") or (self.tokens[j].kind != "punct" and self._at(self._next(j)) == "]"):
+            j = self._previous(j)
+        if self._at(j) != ">":
+            return None
+        depth, end = 0, j
+        while j >= 0:
+            depth += (self._at(j) == ">") - (self._at(j) == "<")
+            if depth == 0:
+                break
+            j = self._previous(j)
+        return self._text(j + 1, end) if self._at(self._previous(j)) == "template" else None
+
+    def _parameters(self, start: int, end: int) -> tuple[Parameter, ...]:
+        parameters: list[Parameter] = []
+        next_index = 0
+        for begin, stop in self._split(start, end):
+            index: int | None = None
+            attribute: str | None = None
+            i = begin
+            while i < stop:
+                attribute_end = self._attribute_at(i)
+                if attribute_end is not None:
+                    inside = self._text(i, attribute_end)
+                    found = re.search(r"\bbuffer\s*\(\s*(\d+)", inside)
+                    if found:
+                        index = int(found.group(1))
+                    attribute = next((a for a in ATTRIBUTES if re.search(rf"\b{a}\b", inside)), attribute)
+                    self._blank(i, attribute_end)
+                    i = attribute_end
+                i += 1
+            text = self._text(begin, stop)
+            match = re.fullmatch(r"(.*?)(\w+)", text)
+            if match is None:
+                raise MetalSourceError(f"{self._where(begin)}: cannot read the kernel parameter `{text}`")
+            if attribute is None:
+                index = next_index if index is None else index
+                next_index = index + 1
+            parameters.append(Parameter(match.group(2), match.group(1).strip(), index, attribute))
+        return tuple(parameters)
+
+    def _function_constants(self) -> None:
+        for i in list(self._names("function_constant")):
+            start = self._previous(self._previous(i))
+            end = self._close(start) + 1
+            after = self._next(end - 1)
+            if self._at(after) != ";":
+                continue
+            name = self._at(self._previous(start))
+            value = self.constants.get(name, 0)
+            spelled = str(value).lower() if isinstance(value, bool) else repr(value)
+            self._blank(start, end)
+            self.tokens[after].text = f" = {spelled};"
+
+    def _threadgroup_variables(self, bodies: list[tuple[int, int]]) -> None:
+        for i in list(self._names("__local")):
+            previous = self._at(self._previous(i))
+            start = i
+            if previous == ")":
+                opening = self._open(self._previous(i))
+                if self._at(self._previous(opening)) == "alignas":
+                    start = self._previous(opening)
+                    previous = self._at(self._previous(start))
+            if previous not in ("{", "}", ";"):
+                continue
+            self._threadgroup_variable(start, i, bodies)
+
+    def _threadgroup_variable(self, start: int, i: int, bodies: list[tuple[int, int]]) -> None:
+        end = self._next(i)
+        first: int | None = None
+        j = end
+        while self._at(j) != ";":
+            text = self._at(j)
+            if text == "<" and first is None:
+                j = self._close(j)
+            elif text in ("*", "&", "(") and first is None:
+                if not (text == "(" and self._at(self._previous(j)) == "alignas"):
+                    return
+                j = self._close(j)
+            elif text in ("[", ",", "=") and first is None:
+                first = self._previous(j)
+            if text in ("[", "("):
+                j = self._close(j)
+            j = self._next(j)
+        first = self._previous(j) if first is None else first
+        where = next(((a, b) for a, b in bodies if a < i < b), None)
+        if where is None or self._depth(where[0], i) != 1:
+            raise MetalSourceError(
+                f"{self._where(i)}: threadgroup variable `{self._at(first)}` must stand in the outermost scope of a kernel"
+            )
+        kind = self._text(start, i) + " " + self._text(i + 1, first)
+        out = []
+        for a, b in self._split(first, j):
+            name = next(k for k in range(a, b) if self.tokens[k].kind == "name")
+            suffix = self._text(name + 1, b)
+            if "=" in suffix:
+                raise MetalSourceError(f"{self._where(i)}: a threadgroup variable takes no initialiser")
+            t = f"mtl_type_{self._at(name)}"
+            out.append(
+                f"typedef {kind.strip()} {t}{suffix}; __local {t}& {self._at(name)} = *(__local {t}*)mtl_threadgroup("
+                f'sizeof({t}), alignof({t}), {self.tokens[i].line}, "{self._at(name)}");'
+            )
+        self._blank(start, j)
+        self.tokens[start].text = " ".join(out).removesuffix(";")
+
+    def _depth(self, start: int, i: int) -> int:
+        return sum((t.text == "{") - (t.text == "}") for t in self.tokens[start:i])
+
+    def _strip_attributes(self) -> None:
+        known = (*ATTRIBUTES, "kernel", "max_total_threads_per_threadgroup", "buffer", "host_name")
+        for i, token in enumerate(self.tokens):
+            if token.text == "[":
+                end = self._attribute_at(i)
+                if end is not None and any(re.search(rf"\b{k}\b", self._text(i, end)) for k in known):
+                    self._blank(i, end)
+
+    def _method_qualifiers(self) -> None:
+        """Constructors lose `thread`: with it they could not construct temporaries, which clang leaves unqualified."""
+        classes = {
+            self._at(self._next(i)) for word in ("struct", "class") for i in self._names(word) if self._at(i)
+        }
+        for i in list(self._names("__private")):
+            closing = self._previous(i)
+            if self._at(closing) == ")" and self._at(self._next(i)) in (":", "{", ";", "="):
+                name = self._previous(self._open(closing))
+                if self._at(name) in classes:
+                    self.tokens[i].text = ""
+
+    def _open(self, i: int) -> int:
+        """The index of the parenthesis that the one at `i` closes."""
+        depth = 0
+        while i >= 0:
+            depth += (self._at(i) == ")") - (self._at(i) == "(")
+            if depth == 0:
+                return i
+            i -= 1
+        raise MetalSourceError("unbalanced )")
+
+    def _vector_constructors(self) -> None:
+        for i, token in enumerate(self.tokens):
+            if token.kind != "name" or self._at(self._previous(i)) in ("operator", "struct", "class", "~"):
+                continue
+            if token.text in self.vectors:
+                last = i
+            elif token.text == "vec" and self._at(self._next(i)) == "<":
+                last = self._close(self._next(i))
+            else:
+                continue
+            opening = self._next(last)
+            if self._at(opening) != "(":
+                continue
+            scope = "" if self._at(self._previous(i)) == "::" else "metal::"
+            if scope == "" and self._at(self._previous(self._previous(i))) != "metal":
+                continue
+            token.text = f"{scope}mtl_make<{token.text}"
+            self.tokens[last].text += ">"
+
+    def _entries(self) -> list[Entry]:
+        entries = []
+        for n, (host_name, expression) in enumerate(self.wanted):
+            kernel = self.kernels.get(re.split(r"\s*<", expression)[0])
+            if kernel is None:
+                raise MetalSourceError(f"instantiation of an unknown kernel: {expression}")
+            entries.append(Entry(host_name, kernel, expression, f"mtl_entry_{n}"))
+        for kernel in self.kernels.values():
+            if kernel.template is None:
+                entries.append(Entry(kernel.name, kernel, kernel.name, f"mtl_entry_{len(entries)}"))
+        return entries
+
+
+def _entry_code(entries: list[Entry]) -> str:
+    lines = ['# 1 "<entry points>"']
+    for entry in entries:
+        kernel = entry.kernel
+        if kernel.template is not None and not any(kernel is e.kernel for e in entries[: entries.index(entry)]):
+            lines.append(f"template <{kernel.template}> inline void mtl_call_{kernel.name}() {{ {_call(kernel)} }}")
+        if kernel.template is None:
+            body = _call(kernel)
+        else:
+            body = f"mtl_call_{entry.expression}();"
+        lines.append(f'extern "C" void {entry.symbol}() {{ {body} }}')
+    return "\n".join(lines) + "\n"
+
+
+def _call(kernel: Kernel) -> str:
+    arguments = []
+    for p in kernel.parameters:
+        if p.index is not None:
+            kind = p.type[:-1] + "*" if p.is_reference else p.type
+            arguments.append(f"{'*' if p.is_reference else ''}(({kind})mtl_argument({p.index}))")
+        else:
+            arguments.append(_attribute(p))
+    names = "" if kernel.template is None else f"<{', '.join(_template_names(kernel.template))}>"
+    return f"{kernel.name}{names}({', '.join(arguments)});"
+
+
+def _attribute(parameter: Parameter) -> str:
+    match = re.fullmatch(r"(?:const )?(u?int|u?short)([23]?)", parameter.type)
+    if match is None or parameter.attribute is None:
+        raise MetalSourceError(f"kernel parameter `{parameter.name}` of type {parameter.type} is no position")
+    which = ATTRIBUTES.index(parameter.attribute)
+    axes = ", ".join(f"({match.group(1)})mtl_attribute({which}, {axis})" for axis in range(int(match.group(2) or 1)))
+    return f"{match.group(1)}{match.group(2)}{{{axes}}}"
+
+
+def _template_names(template: str) -> list[str]:
+    names, depth, part = [], 0, ""
+    for character in template + ",":
+        depth += (character in "<(") - (character in ">)")
+        if character == "," and depth == 0:
+            names.append(re.split(r"\s*=", part)[0].split()[-1])
+            part = ""
+        else:
+            part += character
+    return names

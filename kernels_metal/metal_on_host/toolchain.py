@@ -1,0 +1,121 @@
+"""clang and the linker from the `ziglang` wheel, and the commands that turn Metal into a shared object.
+
+One dialect serves both ends: clang's C++ for OpenCL has Metal's address spaces, so the compiler refuses what Metal
+would refuse, and on x86-64 the spaces share one flat memory, so that -fsanitize=thread instruments every access.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+
+from metal_on_host.errors import MetalHostError, MetalSourceError
+
+HERE = Path(__file__).parent
+SHIM = HERE / "shim"
+RUNTIME = HERE / "runtime"
+
+_TARGET = ("-target", "x86_64-linux-gnu")
+_DIALECT = (
+    *_TARGET,
+    "-x",
+    "cl",
+    "-cl-std=clc++2021",
+    "-cl-no-stdinc",
+    "-nostdinc",
+    "-cl-single-precision-constant",
+    "-Xclang",
+    "-cl-ext=+all",
+)
+_INSTRUMENT = (
+    "-O1",
+    "-march=x86-64-v3",
+    "-fPIC",
+    "-fno-vectorize",
+    "-fno-slp-vectorize",
+    "-ffp-contract=off",
+    "-Xclang",
+    "-ffloat16-excess-precision=none",
+    "-Xclang",
+    "-fbfloat16-excess-precision=none",
+    "-gline-tables-only",
+    "-fsanitize=thread",
+    "-mllvm",
+    "-tsan-instrument-read-before-write=1",
+    "-mllvm",
+    "-tsan-instrument-func-entry-exit=0",
+    "-mllvm",
+    "-tsan-instrument-atomics=0",
+)
+
+
+@cache
+def zig() -> Path:
+    """The zig executable of the `ziglang` wheel. Raises MetalHostError where it is not installed."""
+    spec = importlib.util.find_spec("ziglang")
+    if spec is None or not spec.submodule_search_locations:
+        raise MetalHostError("metal_on_host needs the compiler of the `ziglang` wheel: pip install 'mlxserve[test]'")
+    return Path(next(iter(spec.submodule_search_locations))) / "zig"
+
+
+def run_zig(tool: str, arguments: Sequence[str], *, stdin: str | None = None) -> str:
+    """Runs `zig TOOL ARGUMENTS` and returns its output. Raises MetalSourceError with what it printed."""
+    done = subprocess.run([str(zig()), tool, *arguments], input=stdin, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise MetalSourceError(done.stderr.strip() or f"zig {tool} ended with {done.returncode}")
+    return done.stdout
+
+
+def preprocess(source: Path, include_dirs: Sequence[Path]) -> str:
+    includes = [flag for folder in include_dirs for flag in ("-I", str(folder))]
+    return run_zig(
+        "clang",
+        [*_DIALECT, "-isystem", str(SHIM), *includes, "-include", str(SHIM / "prelude.h"), "-E", "-o", "-", str(source)],
+    )
+
+
+def compile_kernel(source: Path, shared_object: Path) -> None:
+    """Compiles rewritten source to an instrumented shared object, put in place by a rename."""
+    with tempfile.TemporaryDirectory(dir=shared_object.parent) as folder:
+        unit, linked = Path(folder) / "kernel.o", Path(folder) / "kernel.so"
+        run_zig("clang", [*_DIALECT, *_INSTRUMENT, "-Wno-everything", "-c", "-o", str(unit), str(source)])
+        run_zig("ld.lld", ["-shared", "--build-id=none", "-o", str(linked), str(unit)])
+        os.replace(linked, shared_object)
+
+
+def build_runtime(folder: Path) -> Path:
+    """The runtime's shared object, compiled once for each content."""
+    sources = sorted(RUNTIME.glob("*.cpp"))
+    out = folder / f"runtime-{fingerprint()}.so"
+    if out.exists():
+        return out
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        units = []
+        for source in sources:
+            unit = Path(scratch) / (source.stem + ".o")
+            flags = ["-std=c++20", "-O2", "-march=x86-64-v3", "-fPIC", "-ffreestanding", "-nostdinc", "-nostdinc++"]
+            flags += ["-fno-exceptions", "-fno-rtti", "-fno-stack-protector", "-fno-threadsafe-statics", "-Wall", "-Werror"]
+            run_zig("clang", [*_TARGET, "-x", "c++", *flags, "-c", "-o", str(unit), str(source)])
+            units.append(str(unit))
+        linked = Path(scratch) / "runtime.so"
+        run_zig("ld.lld", ["-shared", "--build-id=none", "-o", str(linked), *units])
+        os.replace(linked, out)
+    return out
+
+
+@cache
+def fingerprint() -> str:
+    """A hash of the compiler's version, the shim, the runtime and the rewriter: part of every cache key."""
+    digest = hashlib.sha256(version("ziglang").encode())
+    for file in sorted([*SHIM.iterdir(), *RUNTIME.iterdir(), HERE / "rewrite.py", HERE / "toolchain.py"]):
+        if file.is_file():
+            digest.update(file.name.encode())
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
