@@ -26,7 +26,8 @@ def is_row_contiguous(strides: Sequence[int], shape: Sequence[int]) -> bool:
 
 def layout(array: mx.array) -> tuple[Any, tuple[int, ...]]:
     """A numpy view of the array's memory as unsigned integers, and its strides in elements."""
-    view: Any = np.asarray(memoryview(array.view(_INTEGERS[array.itemsize]) if array.dtype != mx.bool_ else array))
+    exported: Any = array.view(_INTEGERS[array.itemsize]) if array.dtype != mx.bool_ else array
+    view: Any = np.asarray(memoryview(exported))
     return view, tuple(stride // array.itemsize for stride in view.strides)
 
 
@@ -43,7 +44,9 @@ def to_bytes(array: mx.array, *, make_contiguous: bool) -> tuple[Bytes, tuple[in
     if array.size == 0:
         return np.empty(0, np.uint8), strides
     if min(strides, default=0) < 0:
-        raise MetalCallError("an input with negative strides cannot be passed with ensure_row_contiguous=False")
+        raise MetalCallError(
+            "an input with negative strides cannot be passed with ensure_row_contiguous=False"
+        )
     last = sum((size - 1) * stride for size, stride in zip(array.shape, strides, strict=True))
     span = np.lib.stride_tricks.as_strided(view, (last + 1,), (array.itemsize,))
     return span.view(np.uint8).copy(), strides

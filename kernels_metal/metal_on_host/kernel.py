@@ -14,12 +14,12 @@ from metal_on_host.errors import MetalCallError
 from metal_on_host.library import Library, compile_library, mlx_include
 from metal_on_host.machine import Argument, Settings, Triple
 from metal_on_host.report import Report
-from metal_on_host.signature import Body, TemplateArgument, generate, kernel_name
+from metal_on_host.signature import Body, TemplateArgument, Wrapped, generate
 
 Scalar = bool | int | float
 KernelCall = Callable[..., list[mx.array]]
 
-_PREAMBLE = '#include "mlx/backend/metal/kernels/utils.h"\n#line 1 "kernel.metal"\n'
+_PREAMBLE = '#include "mlx/backend/metal/kernels/utils.h"\n'
 """MLX compiles every custom kernel behind these declarations."""
 
 
@@ -66,7 +66,14 @@ def metal_kernel(
 ) -> KernelCall:
     """Host().metal_kernel: default settings, reports not kept."""
     return Host().metal_kernel(
-        name, input_names, output_names, source, header, ensure_row_contiguous, atomic_outputs, compile_options
+        name,
+        input_names,
+        output_names,
+        source,
+        header,
+        ensure_row_contiguous,
+        atomic_outputs,
+        compile_options,
     )
 
 
@@ -104,19 +111,22 @@ class _Call:
             (len(output_dtypes), len(self.body.output_names), "output_dtypes"),
         ):
             if given != expected:
-                raise MetalCallError(f"[metal_kernel] Expected `{what}` to have size {expected} but got size {given}.")
-        text = generate(self.body, arrays, output_dtypes, template or ())
+                raise MetalCallError(
+                    f"[metal_kernel] Expected `{what}` to have size {expected} but got size {given}."
+                )
+        wrapped = generate(self.body, arrays, output_dtypes, template or ())
         if verbose:
             # As MLX does, to the same place.
-            print(f"Generated source code for `{self.body.name}`:\n```\n{text}\n```")  # noqa: T201
-        library = self._library(text)
-        name = kernel_name(self.body, arrays, output_dtypes, template or ())
+            print(f"Generated source code for `{self.body.name}`:\n```\n{wrapped.text}\n```")  # noqa: T201
+        library = self._library(wrapped)
         bound = self._inputs(arrays)
         outputs = [
             _output(n, shape, dtype, init_value)
             for n, shape, dtype in zip(self.body.output_names, output_shapes, output_dtypes, strict=True)
         ]
-        report = library.launch(name, [*bound, *outputs], _triple(grid), _triple(threadgroup), self.host.settings)
+        report = library.launch(
+            wrapped.name, [*bound, *outputs], _triple(grid), _triple(threadgroup), self.host.settings
+        )
         self.host.reports.append(report)
         for array, argument in zip(arrays, (a for a in bound if a.is_counted), strict=True):
             if argument.is_written:
@@ -126,9 +136,11 @@ class _Call:
             for o, shape, dtype in zip(outputs, output_shapes, output_dtypes, strict=True)
         ]
 
-    def _library(self, text: str) -> Library:
+    def _library(self, wrapped: Wrapped) -> Library:
         return compile_library(
-            _PREAMBLE + text, include_dirs=(mlx_include(),), cache_dir=self.host.settings.cache_dir
+            _PREAMBLE + wrapped.marked(self.body.name),
+            include_dirs=(mlx_include(),),
+            cache_dir=self.host.settings.cache_dir,
         )
 
     def _inputs(self, arrays: Sequence[mx.array]) -> list[Argument]:
@@ -145,7 +157,9 @@ class _Call:
                 if wanted and array.ndim > 0:
                     numbers = np.array(values, kind)
                     bound.append(
-                        Argument(f"{name}_{suffix}", numbers.view(np.uint8), numbers.itemsize, is_counted=False)
+                        Argument(
+                            f"{name}_{suffix}", numbers.view(np.uint8), numbers.itemsize, is_counted=False
+                        )
                     )
         return bound
 

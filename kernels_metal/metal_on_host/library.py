@@ -48,10 +48,17 @@ class Library:
         return self.entries[name]
 
     def launch(
-        self, name: str, arguments: Sequence[Argument | None], grid: Triple, threadgroup: Triple, settings: Settings
+        self,
+        name: str,
+        arguments: Sequence[Argument | None],
+        grid: Triple,
+        threadgroup: Triple,
+        settings: Settings,
     ) -> Report:
         """Runs kernel `name` over `grid` threads; `arguments[i]` is bound to buffer i."""
-        return machine.launch(name, self.loaded, self.entry(name).symbol, arguments, grid, threadgroup, settings)
+        return machine.launch(
+            name, self.loaded, self.entry(name).symbol, arguments, grid, threadgroup, settings
+        )
 
 
 _libraries: dict[str, Library] = {}
@@ -69,7 +76,9 @@ def compile_library(
     Raises MetalSourceError with the compiler's words.
     """
     constants = dict(function_constants or {})
-    text = json.dumps([source, [str(d) for d in include_dirs], constants, version("mlx"), toolchain.fingerprint()])
+    text = json.dumps(
+        [source, [str(d) for d in include_dirs], constants, version("mlx"), toolchain.fingerprint()]
+    )
     key = hashlib.sha256(text.encode()).hexdigest()[:32]
     folder = cache_dir or default_cache_dir()
     known = _libraries.get(f"{folder}/{key}")
@@ -87,7 +96,10 @@ def compile_library(
 
 
 def _compile(
-    source: str, include_dirs: Sequence[Path], constants: Mapping[str, bool | int | float], shared_object: Path
+    source: str,
+    include_dirs: Sequence[Path],
+    constants: Mapping[str, bool | int | float],
+    shared_object: Path,
 ) -> list[Entry]:
     with tempfile.TemporaryDirectory(dir=shared_object.parent) as scratch:
         original, translated = Path(scratch) / "kernel.metal", Path(scratch) / "kernel.cl"

@@ -177,7 +177,9 @@ def launch(
 
 def _check_sizes(name: str, grid: Triple, threadgroup: Triple, arguments: Sequence[Argument | None]) -> None:
     if min(grid) < 1 or min(threadgroup) < 1:
-        raise MetalCallError(f"{name}: grid {grid} and threadgroup {threadgroup} must be at least 1 on each axis")
+        raise MetalCallError(
+            f"{name}: grid {grid} and threadgroup {threadgroup} must be at least 1 on each axis"
+        )
     threads = threadgroup[0] * threadgroup[1] * threadgroup[2]
     if threads > MAX_THREADS:
         raise MetalCallError(
@@ -204,7 +206,11 @@ class _Run:
         self.settings = settings
         self.runtime = _runtime(loaded.path.parent)
         self.grid = grid
-        self.threadgroup = (min(threadgroup[0], grid[0]), min(threadgroup[1], grid[1]), min(threadgroup[2], grid[2]))
+        self.threadgroup = (
+            min(threadgroup[0], grid[0]),
+            min(threadgroup[1], grid[1]),
+            min(threadgroup[2], grid[2]),
+        )
         self.entry = ctypes.cast(getattr(loaded.library, symbol), ctypes.c_void_p).value
 
     def all_schedules(self) -> Report:
@@ -274,7 +280,9 @@ class _Run:
         flags += _COUNTED * (count and argument.is_counted)
         address = self.runtime.mtl_add_buffer(argument.name.encode(), argument.data.nbytes, flags, 0)
         if not address:
-            raise MetalHostError(f"{self.name}: no memory for buffer {argument.name} of {argument.data.nbytes} bytes")
+            raise MetalHostError(
+                f"{self.name}: no memory for buffer {argument.name} of {argument.data.nbytes} bytes"
+            )
         if argument.is_initialised:
             ctypes.memmove(address, argument.data.ctypes.data, argument.data.nbytes)
         else:
@@ -343,13 +351,21 @@ class _Run:
         kind = FAULT_KINDS[fault.kind]
         parts = []
         if fault.slot >= 0:
-            parts.append(f"{'write of' if fault.is_write else 'read of'} {fault.size} bytes at {self._place(fault)}")
+            parts.append(
+                f"{'write of' if fault.is_write else 'read of'} {fault.size} bytes at {self._place(fault)}"
+            )
         if fault.note:
             parts.append(fault.note.decode())
         if fault.other_index >= -1 and fault.other_code:
             who = "another threadgroup" if fault.other_index < 0 else f"thread {fault.other_index}"
             parts.append(f"the other by {who} at {self._line(fault.other_code)}")
-        where = f"{fault.file.decode()}:{fault.line}" if fault.line else self._line(fault.code) if fault.code else "?"
+        where = (
+            f"{fault.file.decode()}:{fault.line}"
+            if fault.line
+            else self._line(fault.code)
+            if fault.code
+            else "?"
+        )
         thread = (
             f"thread {tuple(fault.thread)} (index {fault.index}, simdgroup {fault.simdgroup}, lane {fault.lane}) "
             f"of threadgroup {tuple(fault.group)}"

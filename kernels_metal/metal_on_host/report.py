@@ -64,7 +64,10 @@ class Report:
             f"{self.kernel}  grid {self.grid}  threadgroup {self.threadgroup}  groups {self.groups}  "
             f"schedules {self.schedules}  barriers {self.barriers}  threadgroup bytes {self.threadgroup_bytes}"
         )
-        lines = [head, f"  {'buffer':<16}{'unique':>12}{'requested':>12}{'ratio':>8}{'written':>12}{'coalesced':>11}"]
+        lines = [
+            head,
+            f"  {'buffer':<16}{'unique':>12}{'requested':>12}{'ratio':>8}{'written':>12}{'coalesced':>11}",
+        ]
         for b in self.buffers:
             lines.append(
                 f"  {b.name:<16}{b.unique_read:>12}{b.simd_read:>12}{b.read_ratio:>8.3f}{b.simd_written:>12}"

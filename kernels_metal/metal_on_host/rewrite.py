@@ -53,9 +53,28 @@ _MARKER = re.compile(r'\s*#\s*(?:line\s+)?(\d+)\s+"((?:\\.|[^"\\])*)"')
 _LITERAL = re.compile(r"(?i)^(\d*\.?\d*(?:e[+-]?\d+)?)(h|bf)$")
 _VECTORS = frozenset(
     f"{base}{n}"
-    for base in "char uchar short ushort int uint long ulong half float bfloat".split()
+    for base in (
+        "char",
+        "uchar",
+        "short",
+        "ushort",
+        "int",
+        "uint",
+        "long",
+        "ulong",
+        "half",
+        "float",
+        "bfloat",
+    )
     for n in (2, 3, 4)
 )
+_SPACES = r"\b(__global|__local|__private|__constant|constant)\b"
+_NOT_FUNCTIONS = frozenset(
+    ("if", "for", "while", "switch", "sizeof", "decltype", "alignof", "alignas", "return", "static_assert")
+)
+_NOT_TYPES = frozenset(("return", "typedef", "using", "auto", "case", "goto", "delete", "else"))
+_METHOD_WORDS = frozenset(("const", "__private", "__global", "__local", "constant", "__constant"))
+AUTHOR_FILES = ("/header.metal", "/body.metal")
 _OPEN = {"(": ")", "[": "]", "{": "}", "<": ">"}
 
 
@@ -141,6 +160,7 @@ class _Rewriter:
         self.wanted: list[tuple[str, str]] = []
 
     def run(self) -> Rewritten:
+        self._check_address_spaces()
         self._literals()
         self._vector_aliases()
         self._instantiations()
@@ -158,7 +178,9 @@ class _Rewriter:
 
     def _next(self, i: int) -> int:
         i += 1
-        while i < len(self.tokens) and (self.tokens[i].kind in ("space", "marker") or not self.tokens[i].text):
+        while i < len(self.tokens) and (
+            self.tokens[i].kind in ("space", "marker") or not self.tokens[i].text
+        ):
             i += 1
         return i
 
@@ -221,6 +243,58 @@ class _Rewriter:
 
     def _where(self, i: int) -> str:
         return f"{self.tokens[i].file}:{self.tokens[i].line}"
+
+    # What clang takes and Metal refuses: a pointer or reference of no address space, in the author's own text.
+
+    def _check_address_spaces(self) -> None:
+        for i, token in enumerate(self.tokens):
+            if not token.file.endswith(AUTHOR_FILES):
+                continue
+            if token.text == "(" and self._is_parameter_list(i):
+                for start, end in self._split(i + 1, self._close(i)):
+                    self._require_space(start, end)
+            elif token.text in ("*", "&") and self._is_pointer_variable(i):
+                self._require_space(self._statement_start(i), i + 1)
+
+    def _is_parameter_list(self, i: int) -> bool:
+        name = self._previous(i)
+        if self.tokens[name].kind != "name" and self._at(name) != "]":
+            return False
+        if self._at(name) in _NOT_FUNCTIONS or self._at(self._previous(name)) in (".", "->", "=", "return"):
+            return False
+        after = self._next(self._close(i))
+        while self._at(after) in _METHOD_WORDS:
+            after = self._next(after)
+        return self._at(after) == "{"
+
+    def _statement_start(self, i: int) -> int:
+        while i > 0 and self._at(self._previous(i)) not in ("{", "}", ";", "(", ")", ","):
+            i = self._previous(i)
+        return i
+
+    def _is_pointer_variable(self, i: int) -> bool:
+        start = self._statement_start(i)
+        if self._at(self._previous(start)) not in ("{", "}", ";") or self._at(start) in _NOT_TYPES:
+            return False
+        between = range(start, i)
+        is_type = all(
+            self.tokens[k].kind in ("name", "space", "marker") or self._at(k) in ("::", "<", ">")
+            for k in between
+        )
+        name = self._next(i)
+        return (
+            start < i
+            and is_type
+            and self.tokens[name].kind == "name"
+            and self._at(self._next(name)) in ("=", ";")
+        )
+
+    def _require_space(self, start: int, end: int) -> None:
+        text = self._text(start, end).split("=")[0]
+        if re.search(r"[*&]", text) and "&&" not in text and not re.search(_SPACES, text):
+            raise MetalSourceError(
+                f"{self._where(start)}: error: `{text.strip()}` needs an address space (device, constant, threadgroup, thread)"
+            )
 
     # The rewrites.
 
@@ -293,7 +367,9 @@ class _Rewriter:
 
     def _template_before(self, i: int) -> str | None:
         j = self._previous(i)
-        while self._at(j) in ("[", "]") or (self.tokens[j].kind != "punct" and self._at(self._next(j)) == "]"):
+        while self._at(j) in ("[", "]") or (
+            self.tokens[j].kind != "punct" and self._at(self._next(j)) == "]"
+        ):
             j = self._previous(j)
         if self._at(j) != ">":
             return None
@@ -370,7 +446,6 @@ class _Rewriter:
             elif text in ("*", "&", "(") and first is None:
                 if not (text == "(" and self._at(self._previous(j)) == "alignas"):
                     return
-                j = self._close(j)
             elif text in ("[", ",", "=") and first is None:
                 first = self._previous(j)
             if text in ("[", "("):
@@ -383,6 +458,8 @@ class _Rewriter:
                 f"{self._where(i)}: threadgroup variable `{self._at(first)}` must stand in the outermost scope of a kernel"
             )
         kind = self._text(start, i) + " " + self._text(i + 1, first)
+        aligned = re.search(r"alignas ?\(([^()]*(?:\([^()]*\))?[^()]*)\)", kind)
+        kind = kind.replace(aligned.group(), "") if aligned else kind
         out = []
         for a, b in self._split(first, j):
             name = next(k for k in range(a, b) if self.tokens[k].kind == "name")
@@ -390,9 +467,10 @@ class _Rewriter:
             if "=" in suffix:
                 raise MetalSourceError(f"{self._where(i)}: a threadgroup variable takes no initialiser")
             t = f"mtl_type_{self._at(name)}"
+            alignment = aligned.group(1) if aligned else f"alignof({t})"
             out.append(
                 f"typedef {kind.strip()} {t}{suffix}; __local {t}& {self._at(name)} = *(__local {t}*)mtl_threadgroup("
-                f'sizeof({t}), alignof({t}), {self.tokens[i].line}, "{self._at(name)}");'
+                f'sizeof({t}), {alignment}, {self.tokens[i].line}, "{self._at(name)}");'
             )
         self._blank(start, j)
         self.tokens[start].text = " ".join(out).removesuffix(";")
@@ -466,12 +544,13 @@ def _entry_code(entries: list[Entry]) -> str:
     lines = ['# 1 "<entry points>"']
     for entry in entries:
         kernel = entry.kernel
-        if kernel.template is not None and not any(kernel is e.kernel for e in entries[: entries.index(entry)]):
-            lines.append(f"template <{kernel.template}> inline void mtl_call_{kernel.name}() {{ {_call(kernel)} }}")
-        if kernel.template is None:
-            body = _call(kernel)
-        else:
-            body = f"mtl_call_{entry.expression}();"
+        if kernel.template is not None and not any(
+            kernel is e.kernel for e in entries[: entries.index(entry)]
+        ):
+            lines.append(
+                f"template <{kernel.template}> inline void mtl_call_{kernel.name}() {{ {_call(kernel)} }}"
+            )
+        body = _call(kernel) if kernel.template is None else f"mtl_call_{entry.expression}();"
         lines.append(f'extern "C" void {entry.symbol}() {{ {body} }}')
     return "\n".join(lines) + "\n"
 
@@ -493,7 +572,9 @@ def _attribute(parameter: Parameter) -> str:
     if match is None or parameter.attribute is None:
         raise MetalSourceError(f"kernel parameter `{parameter.name}` of type {parameter.type} is no position")
     which = ATTRIBUTES.index(parameter.attribute)
-    axes = ", ".join(f"({match.group(1)})mtl_attribute({which}, {axis})" for axis in range(int(match.group(2) or 1)))
+    axes = ", ".join(
+        f"({match.group(1)})mtl_attribute({which}, {axis})" for axis in range(int(match.group(2) or 1))
+    )
     return f"{match.group(1)}{match.group(2)}{{{axes}}}"
 
 

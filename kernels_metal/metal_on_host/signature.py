@@ -110,7 +110,7 @@ def kernel_name(
     name = f"custom_kernel_{body.name}"
     if template:
         definition = _template_definition(template).replace(", ", "_")
-        name += "_" + definition.replace("<", "_").replace(">", "_")[:-1]
+        name += "_" + definition.replace("<", "_").replace(">", "_").replace("-", "_")[:-1]
     for array in inputs:
         name += f"_{type_name(array.dtype)}"
         if array.ndim == 0:
@@ -120,26 +120,50 @@ def kernel_name(
     return name + "".join(f"_{type_name(dtype)}" for dtype in output_dtypes)
 
 
+@dataclass(frozen=True, slots=True)
+class Wrapped:
+    """The parts of the source MLX would compile, behind its own `utils.h`."""
+
+    name: str
+    header: str
+    signature: str
+    body: str
+    end: str
+
+    @property
+    def text(self) -> str:
+        """What MLX makes, byte for byte."""
+        return self.header + self.signature + self.body + self.end
+
+    def marked(self, label: str) -> str:
+        """The same with line markers, so that messages say `label/body.metal:3` or `label/header.metal:7`."""
+        parts = [f'#line 1 "{label}/header.metal"\n', self.header]
+        if not self.header or self.header.endswith("\n"):
+            parts.append(f'#line 1 "{label}/signature"\n')
+        parts += [self.signature, f'#line 1 "{label}/body.metal"\n', self.body, self.end]
+        return "".join(parts)
+
+
 def generate(
     body: Body,
     inputs: Sequence[mx.array],
     output_dtypes: Sequence[mx.Dtype],
     template: Sequence[tuple[str, TemplateArgument]],
-) -> str:
-    """The source MLX would compile (behind its own `utils.h`)."""
+) -> Wrapped:
+    """Wraps a body for these inputs, outputs and template arguments."""
     name = kernel_name(body, inputs, output_dtypes, template)
-    text = body.header
+    signature, end = "", "\n}\n"
     if template:
         kinds = (
-            "typename" if isinstance(v, mx.Dtype) else "bool" if isinstance(v, bool) else "int" for _, v in template
+            "typename" if isinstance(v, mx.Dtype) else "bool" if isinstance(v, bool) else "int"
+            for _, v in template
         )
-        text += "template <" + ", ".join(f"{kind} {n}" for kind, (n, _) in zip(kinds, template, strict=True)) + ">\n"
-    text += f"[[kernel]] void {name}(\n" + _parameters(body, inputs, output_dtypes)
-    text += body.source + "\n}\n"
-    if template:
+        arguments = (f"{kind} {n}" for kind, (n, _) in zip(kinds, template, strict=True))
+        signature = f"template <{', '.join(arguments)}>\n"
         definition = name + _template_definition(template)
-        text += f'\ntemplate [[host_name("{name}")]] [[kernel]] decltype({definition}) {definition};\n'
-    return text
+        end += f'\ntemplate [[host_name("{name}")]] [[kernel]] decltype({definition}) {definition};\n'
+    signature += f"[[kernel]] void {name}(\n" + _parameters(body, inputs, output_dtypes)
+    return Wrapped(name, body.header, signature, body.source, end)
 
 
 def _parameters(body: Body, inputs: Sequence[mx.array], output_dtypes: Sequence[mx.Dtype]) -> str:

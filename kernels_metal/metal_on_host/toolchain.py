@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import re
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -17,7 +18,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 from metal_on_host.errors import MetalHostError, MetalSourceError
+from metal_on_host.rewrite import AUTHOR_FILES
 
+_TO_BFLOAT = re.compile(r"to '(?:bfloat|bfloat16_t|__bf16)'")
 HERE = Path(__file__).parent
 SHIM = HERE / "shim"
 RUNTIME = HERE / "runtime"
@@ -61,23 +64,36 @@ def zig() -> Path:
     """The zig executable of the `ziglang` wheel. Raises MetalHostError where it is not installed."""
     spec = importlib.util.find_spec("ziglang")
     if spec is None or not spec.submodule_search_locations:
-        raise MetalHostError("metal_on_host needs the compiler of the `ziglang` wheel: pip install 'mlxserve[test]'")
+        raise MetalHostError(
+            "metal_on_host needs the compiler of the `ziglang` wheel: pip install 'mlxserve[test]'"
+        )
     return Path(next(iter(spec.submodule_search_locations))) / "zig"
 
 
-def run_zig(tool: str, arguments: Sequence[str], *, stdin: str | None = None) -> str:
-    """Runs `zig TOOL ARGUMENTS` and returns its output. Raises MetalSourceError with what it printed."""
-    done = subprocess.run([str(zig()), tool, *arguments], input=stdin, capture_output=True, text=True, check=False)
+def run_zig(tool: str, arguments: Sequence[str]) -> str:
+    """Runs `zig TOOL ARGUMENTS` and returns its output and warnings. Raises MetalSourceError with what it printed."""
+    done = subprocess.run([str(zig()), tool, *arguments], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise MetalSourceError(done.stderr.strip() or f"zig {tool} ended with {done.returncode}")
-    return done.stdout
+    return done.stdout + done.stderr
 
 
 def preprocess(source: Path, include_dirs: Sequence[Path]) -> str:
     includes = [flag for folder in include_dirs for flag in ("-I", str(folder))]
     return run_zig(
         "clang",
-        [*_DIALECT, "-isystem", str(SHIM), *includes, "-include", str(SHIM / "prelude.h"), "-E", "-o", "-", str(source)],
+        [
+            *_DIALECT,
+            "-isystem",
+            str(SHIM),
+            *includes,
+            "-include",
+            str(SHIM / "prelude.h"),
+            "-E",
+            "-o",
+            "-",
+            str(source),
+        ],
     )
 
 
@@ -85,9 +101,19 @@ def compile_kernel(source: Path, shared_object: Path) -> None:
     """Compiles rewritten source to an instrumented shared object, put in place by a rename."""
     with tempfile.TemporaryDirectory(dir=shared_object.parent) as folder:
         unit, linked = Path(folder) / "kernel.o", Path(folder) / "kernel.so"
-        run_zig("clang", [*_DIALECT, *_INSTRUMENT, "-Wno-everything", "-c", "-o", str(unit), str(source)])
+        flags = ["-Wno-everything", "-Wimplicit-float-conversion", "-fno-caret-diagnostics"]
+        _refuse_bfloat_conversions(
+            run_zig("clang", [*_DIALECT, *_INSTRUMENT, *flags, "-c", "-o", str(unit), str(source)])
+        )
         run_zig("ld.lld", ["-shared", "--build-id=none", "-o", str(linked), str(unit)])
         os.replace(linked, shared_object)
+
+
+def _refuse_bfloat_conversions(warnings: str) -> None:
+    """Metal converts nothing to bfloat implicitly; clang does, with a warning."""
+    for line in warnings.splitlines():
+        if "implicit conversion" in line and any(f in line for f in AUTHOR_FILES) and _TO_BFLOAT.search(line):
+            raise MetalSourceError(line.replace("warning:", "error: Metal needs a cast here:"))
 
 
 def build_runtime(folder: Path) -> Path:
@@ -100,8 +126,23 @@ def build_runtime(folder: Path) -> Path:
         units = []
         for source in sources:
             unit = Path(scratch) / (source.stem + ".o")
-            flags = ["-std=c++20", "-O2", "-march=x86-64-v3", "-fPIC", "-ffreestanding", "-nostdinc", "-nostdinc++"]
-            flags += ["-fno-exceptions", "-fno-rtti", "-fno-stack-protector", "-fno-threadsafe-statics", "-Wall", "-Werror"]
+            flags = [
+                "-std=c++20",
+                "-O2",
+                "-march=x86-64-v3",
+                "-fPIC",
+                "-ffreestanding",
+                "-nostdinc",
+                "-nostdinc++",
+            ]
+            flags += [
+                "-fno-exceptions",
+                "-fno-rtti",
+                "-fno-stack-protector",
+                "-fno-threadsafe-statics",
+                "-Wall",
+                "-Werror",
+            ]
             run_zig("clang", [*_TARGET, "-x", "c++", *flags, "-c", "-o", str(unit), str(source)])
             units.append(str(unit))
         linked = Path(scratch) / "runtime.so"

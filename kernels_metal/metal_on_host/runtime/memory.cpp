@@ -70,8 +70,23 @@ bool ordered(const Stamp& before, u32 epoch, u32 simd_epoch) {
   fail(kind, note);
 }
 
+// Neighbouring accesses of a lane count as one of up to 16 bytes: compilers merge them where nothing stands between.
+bool merge(Fiber& f, u64 address, u32 size, bool write) {
+  constexpr u32 kBack = 16;
+  const u64 slot = (address - (u64)machine.arena) >> machine.slot_shift;
+  for (u32 i = f.log_size, seen = 0; i > 0 && seen < kBack; i--, seen++) {
+    Record& r = f.log[i - 1];
+    if (r.write != write || (r.address - (u64)machine.arena) >> machine.slot_shift != slot) continue;
+    if (r.address + r.size != address || r.size + size > 16) return false;
+    r.size += (u16)size;
+    return true;
+  }
+  return false;
+}
+
 void log_access(u64 address, u32 size, bool write, u32 code) {
   Fiber& f = *machine.current;
+  if (merge(f, address, size, write)) return;
   if (f.log_size == f.log_capacity) {
     f.log_capacity = f.log_capacity ? f.log_capacity * 2 : 256;
     f.log = (Record*)realloc(f.log, f.log_capacity * sizeof(Record));

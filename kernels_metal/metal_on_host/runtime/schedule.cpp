@@ -191,7 +191,10 @@ void resolve_stall() {
   fail(Fault::divergent_barrier, note, waiting->site);
 }
 
+void* give_up[5];  // where fail() goes, from a fiber or from the scheduler
+
 void run_group() {
+  if (__builtin_setjmp(give_up)) return;
   while (machine.live && !machine.failed) {
     if (machine.ready_count == 0) {
       resolve_stall();
@@ -238,8 +241,6 @@ bool start_group(u32 gx, u32 gy, u32 gz) {
   return true;
 }
 
-void* stall_stack_pointer;  // where a failing fiber leaves its registers; never resumed
-
 }  // namespace
 
 void make_ready(Fiber* fiber) {
@@ -283,9 +284,7 @@ void fail(Fault kind, const char* note, Site site) {
   f.lane = me->index % kLanes;
   f.simdgroup = me->index / kLanes;
   machine.failed = true;
-  // From a fiber or from the scheduler itself: both go back to mtl_launch.
-  mtl_switch(&stall_stack_pointer, machine.scheduler);
-  __builtin_unreachable();
+  __builtin_longjmp(give_up, 1);
 }
 
 extern "C" {

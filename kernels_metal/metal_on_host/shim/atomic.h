@@ -20,7 +20,6 @@ struct atomic {
 typedef atomic<int> atomic_int;
 typedef atomic<uint> atomic_uint;
 typedef atomic<float> atomic_float;
-typedef atomic<bool> atomic_bool;
 
 template <typename T>
 struct mtl_plain { typedef T type; };

@@ -19,6 +19,11 @@
 #define write_only mtl_name_write_only
 #define read_write mtl_name_read_write
 
+// Types that OpenCL has in the global namespace.
+#define atomic_int mtl_name_atomic_int
+#define atomic_uint mtl_name_atomic_uint
+#define atomic_float mtl_name_atomic_float
+
 #define METAL_FUNC inline __attribute__((always_inline))
 #define METAL_CONST constant
 #define __METAL_MAYBE_FAST_MATH__ 0

@@ -1,0 +1,61 @@
+"""Metal on this machine: x86-64 Linux with the compiler of the `ziglang` wheel."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+RunBody = Callable[..., mx.array]
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return True
+    return None
+
+
+@pytest.fixture(scope="session")
+def cache_dir(request: pytest.FixtureRequest) -> Path:
+    """Compiled kernels, kept from run to run by their content."""
+    return Path(request.config.cache.mkdir("metal_on_host"))  # type: ignore[union-attr]
+
+
+@pytest.fixture
+def run_body(cache_dir: Path) -> RunBody:
+    """Runs a body with one input `x` and one output `y` of its shape and dtype, over x.size threads in one group."""
+    from metal_on_host import Host, Settings
+
+    def run(
+        body: str,
+        x: mx.array,
+        *,
+        header: str = "",
+        threads: int | None = None,
+        threadgroup: int | None = None,
+        output: tuple[tuple[int, ...], mx.Dtype] | None = None,
+        settings: dict[str, Any] | None = None,
+        **call: Any,
+    ) -> mx.array:
+        host = Host(Settings(cache_dir=cache_dir, **(settings or {})))
+        kernel = host.metal_kernel(
+            "body", ["x"], ["y"], "uint i = thread_position_in_grid.x;\n" + body, header
+        )
+        n = threads or x.size
+        shape, dtype = output or (x.shape, x.dtype)
+        (y,) = kernel(
+            inputs=[x],
+            grid=(n, 1, 1),
+            threadgroup=(threadgroup or n, 1, 1),
+            output_shapes=[shape],
+            output_dtypes=[dtype],
+            **call,
+        )
+        return y
+
+    return run
