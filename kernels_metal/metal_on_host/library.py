@@ -61,6 +61,8 @@ class Library:
         )
 
 
+_NAME_IT = "\nHere, not in Metal: a method qualified `thread` needs a named object, not a temporary."
+
 _libraries: dict[str, Library] = {}
 
 
@@ -109,7 +111,9 @@ def _compile(
             translated.write_text(rewritten.text)
             toolchain.compile_kernel(translated, shared_object)
         except MetalSourceError as error:
-            raise MetalSourceError(str(error).replace(str(original), "kernel.metal")) from None
+            message = str(error).replace(str(original), "kernel.metal")
+            hint = _NAME_IT if "in default address space, but method expects" in message else ""
+            raise MetalSourceError(message + hint) from None
     return rewritten.entries
 
 

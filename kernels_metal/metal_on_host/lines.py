@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from elftools.elf.elffile import ELFFile
 
@@ -22,7 +23,8 @@ def _rows(shared_object: Path) -> list[tuple[int, str, int]]:
             program = dwarf.line_program_for_CU(unit)
             if program is None:
                 continue
-            names = [_text(entry.name) for entry in program["file_entry"]]
+            folders = [_text(folder) for folder in program["include_directory"]]
+            names = [_join(folders, entry) for entry in program["file_entry"]]
             first = 0 if program["version"] >= 5 else 1
             for entry in program.get_entries():
                 state = entry.state
@@ -30,6 +32,11 @@ def _rows(shared_object: Path) -> list[tuple[int, str, int]]:
                     name = names[state.file - first] if 0 <= state.file - first < len(names) else "?"
                     rows.append((state.address, name, 0 if state.end_sequence else state.line))
     return sorted(rows, key=lambda row: row[0])
+
+
+def _join(folders: list[str], entry: Any) -> str:
+    name = _text(entry.name)
+    return f"{folders[entry.dir_index]}/{name}" if 0 < entry.dir_index < len(folders) else name
 
 
 def _text(name: bytes | str) -> str:

@@ -42,7 +42,7 @@ FAULTS = [
     ),
     (
         "race",
-        f"{SHARED} s[i] = 0; simdgroup_barrier(mem_flags::mem_threadgroup); y[i] = s[63 - i];",
+        f"{SHARED} s[i] = 0; {BARRIER} s[i] = 1; simdgroup_barrier(mem_flags::mem_threadgroup); y[i] = s[63 - i];",
         "the other by",
     ),
     ("race", "y[i] = 0; y[i ^ 1] = 1;", "two writes"),
@@ -68,7 +68,7 @@ FAULTS = [
     (
         "divergent simdgroup function",
         "y[i] = 0; if (i % 2) y[i] = simd_sum(1);\ny[i] += simd_max(2);",
-        "is at line 3",
+        "thread 0 waits at line 3, thread 1 is at line 2",
     ),
     (
         "divergent simdgroup function",
@@ -83,7 +83,7 @@ FAULTS = [
     (
         "misaligned access",
         f"threadgroup float s[64]; s[i] = 0; {BARRIER} y[i] = ((threadgroup float4*)s)[i / 4].x;",
-        r"s\[0\]",
+        r"s\[\d+\]",
     ),
     ("unwritten output", "if (i != 7) y[i] = 0;", r"y\[7\]"),
     ("write to an input", "y[i] = 0; ((device float*)x)[i] = 0;", r"x\[0\]"),

@@ -156,9 +156,9 @@ struct simd_vote {
   typedef ulong vote_t;
   ulong bits;
   explicit simd_vote(ulong b) : bits(b) {}
-  explicit operator vote_t() const thread { return bits; }
-  bool all() const thread { return bits == 0xffffffffuL; }
-  bool any() const thread { return bits != 0; }
+  explicit operator vote_t() const { return bits; }
+  bool all() const { return bits == 0xffffffffuL; }
+  bool any() const { return bits != 0; }
 };
 MTL_CONVERGENT ulong mtl_ballot(bool x, int line, const constant char* file) {
   return mtl_lanes<uint>(mtl_op_ballot, 32, uint(x), 0u, 0, 32, line, file);
