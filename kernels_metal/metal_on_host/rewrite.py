@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from metal_on_host.errors import MetalSourceError
 
@@ -148,21 +149,52 @@ def _tokens(text: str) -> list[_Token]:
 
 def rewrite(text: str, function_constants: Mapping[str, bool | int | float] | None = None) -> Rewritten:
     """Translates preprocessed Metal. Raises MetalSourceError with file and line for what Metal refuses."""
-    return _Rewriter(_tokens(text), function_constants or {}).run()
+    preamble, author = _split_at_author(text)
+    known = _Known()
+    out = ""
+    if author:
+        out, known = _rewritten_preamble(preamble)
+    rewriter = _Rewriter(_tokens(author or preamble), function_constants or {}, known)
+    rewriter.run()
+    entries = rewriter.entries()
+    return Rewritten(f"{out}{rewriter.text()}\n{_entry_code(entries)}", entries)
+
+
+def _split_at_author(text: str) -> tuple[str, str]:
+    """The text before the first line of the author's own files (MLX's declarations), and the rest."""
+    match = re.search(rf'^# \d+ "[^"]*(?:{"|".join(map(re.escape, AUTHOR_FILES))})"', text, re.MULTILINE)
+    return (text[: match.start()], text[match.start() :]) if match else (text, "")
+
+
+@lru_cache(maxsize=4)
+def _rewritten_preamble(text: str) -> tuple[str, _Known]:
+    rewriter = _Rewriter(_tokens(text), {}, _Known())
+    rewriter.run()
+    return rewriter.text(), rewriter.known
+
+
+@dataclass(slots=True)
+class _Known:
+    """Names the translation has met."""
+
+    vectors: set[str] = field(default_factory=lambda: set(_VECTORS))
+    classes: set[str] = field(default_factory=set)
+    kernels: dict[str, Kernel] = field(default_factory=dict)
 
 
 class _Rewriter:
-    def __init__(self, tokens: list[_Token], constants: Mapping[str, bool | int | float]) -> None:
+    def __init__(
+        self, tokens: list[_Token], constants: Mapping[str, bool | int | float], known: _Known
+    ) -> None:
         self.tokens = tokens
         self.constants = constants
-        self.vectors = set(_VECTORS)
-        self.kernels: dict[str, Kernel] = {}
+        self.known = _Known(set(known.vectors), set(known.classes), dict(known.kernels))
         self.wanted: list[tuple[str, str]] = []
 
-    def run(self) -> Rewritten:
+    def run(self) -> None:
         self._check_address_spaces()
         self._literals()
-        self._vector_aliases()
+        self._names_of_types()
         self._instantiations()
         bodies = self._kernels()
         self._function_constants()
@@ -170,9 +202,9 @@ class _Rewriter:
         self._strip_attributes()
         self._method_qualifiers()
         self._vector_constructors()
-        entries = self._entries()
-        text = "".join(token.text for token in self.tokens) + "\n" + _entry_code(entries)
-        return Rewritten(text, entries)
+
+    def text(self) -> str:
+        return "".join(token.text for token in self.tokens)
 
     # Moving about: significant tokens only, brackets matched.
 
@@ -306,13 +338,16 @@ class _Rewriter:
                 digits += "" if "." in digits or "e" in digits.lower() else ".0"
                 token.text = f"(({'__bf16' if match.group(2).lower() == 'bf' else '_Float16'}){digits}f)"
 
-    def _vector_aliases(self) -> None:
+    def _names_of_types(self) -> None:
         text = "".join(" " if t.kind == "marker" else t.text for t in self.tokens)
         named = "|".join(sorted(_VECTORS))
         for match in re.finditer(rf"typedef\s+(?:metal::)?(?:vec\s*<[^;]*>|{named})\s+(\w+)\s*;", text):
-            self.vectors.add(match.group(1))
+            self.known.vectors.add(match.group(1))
         for match in re.finditer(rf"using\s+(\w+)\s*=\s*(?:metal::)?(?:vec\s*<[^;]*>|{named})\s*;", text):
-            self.vectors.add(match.group(1))
+            self.known.vectors.add(match.group(1))
+
+        for word in ("struct", "class"):
+            self.known.classes.update(self._at(self._next(i)) for i in self._names(word))
 
     def _attribute_at(self, i: int) -> int | None:
         """The end (exclusive) of the `[[...]]` that starts at `i`."""
@@ -360,7 +395,7 @@ class _Rewriter:
             if self._at(body) == "{":
                 bodies.append((body, self._close(body)))
             kernel = Kernel(self._at(name), template, parameters)
-            self.kernels[kernel.name] = kernel
+            self.known.kernels[kernel.name] = kernel
             if self._at(self._previous(i)) != "[":
                 self._blank(i, i + 1)
         return bodies
@@ -488,14 +523,11 @@ class _Rewriter:
 
     def _method_qualifiers(self) -> None:
         """Constructors lose `thread`: with it they could not construct temporaries, which clang leaves unqualified."""
-        classes = {
-            self._at(self._next(i)) for word in ("struct", "class") for i in self._names(word) if self._at(i)
-        }
         for i in list(self._names("__private")):
             closing = self._previous(i)
             if self._at(closing) == ")" and self._at(self._next(i)) in (":", "{", ";", "="):
                 name = self._previous(self._open(closing))
-                if self._at(name) in classes:
+                if self._at(name) in self.known.classes:
                     self.tokens[i].text = ""
 
     def _open(self, i: int) -> int:
@@ -512,7 +544,7 @@ class _Rewriter:
         for i, token in enumerate(self.tokens):
             if token.kind != "name" or self._at(self._previous(i)) in ("operator", "struct", "class", "~"):
                 continue
-            if token.text in self.vectors:
+            if token.text in self.known.vectors:
                 last = i
             elif token.text == "vec" and self._at(self._next(i)) == "<":
                 last = self._close(self._next(i))
@@ -527,14 +559,14 @@ class _Rewriter:
             token.text = f"{scope}mtl_make<{token.text}"
             self.tokens[last].text += ">"
 
-    def _entries(self) -> list[Entry]:
+    def entries(self) -> list[Entry]:
         entries = []
         for n, (host_name, expression) in enumerate(self.wanted):
-            kernel = self.kernels.get(re.split(r"\s*<", expression)[0])
+            kernel = self.known.kernels.get(re.split(r"\s*<", expression)[0])
             if kernel is None:
                 raise MetalSourceError(f"instantiation of an unknown kernel: {expression}")
             entries.append(Entry(host_name, kernel, expression, f"mtl_entry_{n}"))
-        for kernel in self.kernels.values():
+        for kernel in self.known.kernels.values():
             if kernel.template is None:
                 entries.append(Entry(kernel.name, kernel, kernel.name, f"mtl_entry_{len(entries)}"))
         return entries

@@ -44,6 +44,7 @@ _INSTRUMENT = (
     "-fno-vectorize",
     "-fno-slp-vectorize",
     "-ffp-contract=off",
+    "-ftrivial-auto-var-init=pattern",
     "-Xclang",
     "-ffloat16-excess-precision=none",
     "-Xclang",
