@@ -42,10 +42,11 @@ class Host:
         compile_options: Mapping[str, str] | None = None,
     ) -> KernelCall:
         """mx.fast.metal_kernel, here. The call it returns takes keywords alone: `inputs`, `output_shapes`,
-        `output_dtypes`, `grid` (threads), `threadgroup`, and optionally `template`, `init_value`, `verbose`, `stream`.
+        `output_dtypes`, `grid` (threads), `threadgroup`, and optionally `template`, `init_value`, `verbose`,
+        `stream`.
 
-        The call raises MetalSourceError, MetalCallError or MetalFault. `compile_options["math_mode"]` is checked; all
-        modes compute alike here. `stream` is accepted: a launch is done when the call returns.
+        The call raises MetalSourceError, MetalCallError or MetalFault. `compile_options["math_mode"]` is
+        checked; all modes compute alike here. `stream` is accepted: a launch is done when the call returns.
         """
         if not output_names:
             raise MetalCallError("[metal_kernel] Must specify at least one output.")

@@ -1,5 +1,5 @@
-"""Compiles a Metal source and launches its kernels: the layer under metal_kernel, and the way to run kernels that
-bring their own signatures (MLX's own, from the headers of its wheel)."""
+"""Compiles a Metal source and launches its kernels: the layer under metal_kernel, and the way to run kernels
+that bring their own signatures (MLX's own, from the headers of its wheel)."""
 
 from __future__ import annotations
 

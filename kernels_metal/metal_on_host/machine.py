@@ -85,10 +85,11 @@ class _Cost(ctypes.Structure):
 class Settings:
     """How kernels are run.
 
-    `seeds` names the schedules: 0 runs threads in order, another number permutes threadgroups and threads; results
-    must agree bit by bit unless `is_order_free`. `divergent_simd` lets lanes of a simdgroup be in different simdgroup
-    functions (Metal then takes the active lanes) instead of reporting it. `writable_inputs` names inputs that a
-    kernel may write through (their arrays change). `may_leave_unwritten` names outputs that need not be written whole.
+    `seeds` names the schedules: 0 runs threads in order, another number permutes threadgroups and threads;
+    results must agree bit by bit unless `is_order_free`. `divergent_simd` lets lanes of a simdgroup be in
+    different simdgroup functions (Metal then takes the active lanes) instead of reporting it.
+    `writable_inputs` names inputs that a kernel may write through (their arrays change).
+    `may_leave_unwritten` names outputs that need not be written whole.
     """
 
     seeds: tuple[int, ...] = (0, 1)
@@ -168,7 +169,8 @@ def launch(
 ) -> Report:
     """Runs a kernel in every schedule of `settings`; arguments' bytes then hold what it wrote.
 
-    Raises MetalFault for what the kernel did wrong and MetalCallError for a grid or threadgroup Metal refuses.
+    Raises MetalFault for what the kernel did wrong and MetalCallError for a grid or threadgroup Metal
+    refuses.
     """
     _check_sizes(name, grid, threadgroup, arguments)
     with _lock:
@@ -183,7 +185,8 @@ def _check_sizes(name: str, grid: Triple, threadgroup: Triple, arguments: Sequen
     threads = threadgroup[0] * threadgroup[1] * threadgroup[2]
     if threads > MAX_THREADS:
         raise MetalCallError(
-            f"Thread group size ({threads}) is greater than the maximum allowed threads per threadgroup ({MAX_THREADS})."
+            f"Thread group size ({threads}) is greater than the maximum allowed threads per threadgroup "
+            f"({MAX_THREADS})."
         )
     if len(arguments) > MAX_BUFFERS:
         raise MetalCallError(f"{name}: {len(arguments)} buffers; Metal binds at most {MAX_BUFFERS}")
@@ -296,7 +299,8 @@ class _Run:
         if offset >= 0:
             raise MetalFault(
                 "unwritten output",
-                f"{self.name}: {argument.name}[{offset // argument.item_size}] of {argument.data.nbytes} bytes was never written",
+                f"{self.name}: {argument.name}[{offset // argument.item_size}] of {argument.data.nbytes} bytes "
+                f"was never written",
             )
 
     def _compare(self, first: list[Bytes], other: list[Bytes], seed: int) -> None:
@@ -306,8 +310,8 @@ class _Run:
             if different.size:
                 raise MetalFault(
                     "schedule dependence",
-                    f"{self.name}: {argument.name}[{different[0] // argument.item_size}] differs between the schedules of "
-                    f"seeds {self.settings.seeds[0]} and {seed}",
+                    f"{self.name}: {argument.name}[{different[0] // argument.item_size}] differs between "
+                    f"the schedules of seeds {self.settings.seeds[0]} and {seed}",
                 )
 
     def _report(self, launch: _Launch) -> Report:
@@ -367,8 +371,8 @@ class _Run:
             else "?"
         )
         thread = (
-            f"thread {tuple(fault.thread)} (index {fault.index}, simdgroup {fault.simdgroup}, lane {fault.lane}) "
-            f"of threadgroup {tuple(fault.group)}"
+            f"thread {tuple(fault.thread)} (index {fault.index}, simdgroup {fault.simdgroup}, "
+            f"lane {fault.lane}) of threadgroup {tuple(fault.group)}"
         )
         return MetalFault(kind, f"kernel {self.name}, {'; '.join(parts)}; {thread}, {where}")
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 class BufferCost:
     """Bytes one buffer gave and took.
 
-    `thread_*` counts what threads asked for; `simd_*` counts each byte once an access of a simdgroup (a broadcast is
-    one read); `unique_*` counts each byte once a run; `line_bytes` is 64 times the 64-byte lines that the simdgroup
-    accesses touched.
+    `thread_*` counts what threads asked for; `simd_*` counts each byte once an access of a simdgroup (a
+    broadcast is one read); `unique_*` counts each byte once a run; `line_bytes` is 64 times the 64-byte lines
+    that the simdgroup accesses touched.
     """
 
     name: str
@@ -62,7 +62,8 @@ class Report:
         """Fixed-width lines for people."""
         head = (
             f"{self.kernel}  grid {self.grid}  threadgroup {self.threadgroup}  groups {self.groups}  "
-            f"schedules {self.schedules}  barriers {self.barriers}  threadgroup bytes {self.threadgroup_bytes}"
+            f"schedules {self.schedules}  barriers {self.barriers}  "
+            f"threadgroup bytes {self.threadgroup_bytes}"
         )
         lines = [
             head,

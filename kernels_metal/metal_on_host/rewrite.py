@@ -2,8 +2,8 @@
 
 Metal and C++ for OpenCL share their address spaces, so the compiler itself refuses what Metal would refuse.
 Rewritten, line by line so that line numbers stay: attributes and kernel parameters, function constants,
-threadgroup variables (which come from the runtime, one guarded range each), vector constructors, half literals,
-and the `thread` qualifier of methods. Entry points for each kernel instantiation are appended.
+threadgroup variables (which come from the runtime, one guarded range each), vector constructors, half
+literals, and the `thread` qualifier of constructors. Entry points of the kernel instantiations are appended.
 """
 
 from __future__ import annotations
@@ -276,7 +276,7 @@ class _Rewriter:
     def _where(self, i: int) -> str:
         return f"{self.tokens[i].file}:{self.tokens[i].line}"
 
-    # What clang takes and Metal refuses: a pointer or reference of no address space, in the author's own text.
+    # What clang takes and Metal refuses: pointers and references of no address space, in the author's text.
 
     def _check_address_spaces(self) -> None:
         for i, token in enumerate(self.tokens):
@@ -325,7 +325,8 @@ class _Rewriter:
         text = self._text(start, end).split("=")[0]
         if re.search(r"[*&]", text) and "&&" not in text and not re.search(_SPACES, text):
             raise MetalSourceError(
-                f"{self._where(start)}: error: `{text.strip()}` needs an address space (device, constant, threadgroup, thread)"
+                f"{self._where(start)}: error: `{text.strip()}` needs an address space "
+                "(device, constant, threadgroup, thread)"
             )
 
     # The rewrites.
@@ -490,7 +491,8 @@ class _Rewriter:
         where = next(((a, b) for a, b in bodies if a < i < b), None)
         if where is None or self._depth(where[0], i) != 1:
             raise MetalSourceError(
-                f"{self._where(i)}: threadgroup variable `{self._at(first)}` must stand in the outermost scope of a kernel"
+                f"{self._where(i)}: error: threadgroup variable `{self._at(first)}` must stand in the outermost "
+                "scope of a kernel"
             )
         kind = self._text(start, i) + " " + self._text(i + 1, first)
         aligned = re.search(r"alignas ?\(([^()]*(?:\([^()]*\))?[^()]*)\)", kind)
@@ -504,7 +506,8 @@ class _Rewriter:
             t = f"mtl_type_{self._at(name)}"
             alignment = aligned.group(1) if aligned else f"alignof({t})"
             out.append(
-                f"typedef {kind.strip()} {t}{suffix}; __local {t}& {self._at(name)} = *(__local {t}*)mtl_threadgroup("
+                f"typedef {kind.strip()} {t}{suffix}; "
+                f"__local {t}& {self._at(name)} = *(__local {t}*)mtl_threadgroup("
                 f'sizeof({t}), {alignment}, {self.tokens[i].line}, "{self._at(name)}");'
             )
         self._blank(start, j)
@@ -522,7 +525,7 @@ class _Rewriter:
                     self._blank(i, end)
 
     def _method_qualifiers(self) -> None:
-        """Constructors lose `thread`: with it they could not construct temporaries, which clang leaves unqualified."""
+        """Constructors lose `thread`: with it they could not construct temporaries, which have no space here."""
         for i in list(self._names("__private")):
             closing = self._previous(i)
             if self._at(closing) == ")" and self._at(self._next(i)) in (":", "{", ";", "="):

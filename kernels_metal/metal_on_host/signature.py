@@ -1,9 +1,10 @@
 """The source that mx.fast.metal_kernel makes of a body, byte for byte (mlx/backend/common/metal_kernel.cpp).
 
-Its rules: inputs, then outputs, then attributes; an input of fewer than 8 elements is `constant`, others `device`; one
-of no dimensions is a reference; `<name>_shape`, `_strides` and `_ndim` follow an input of at least one dimension where
-their names occur anywhere in the body; attributes where theirs do, in a fixed order; template arguments are int, bool or
-a dtype. tests/metal/test_signature.py compares the text with MLX's own.
+Its rules: inputs, then outputs, then attributes; an input of fewer than 8 elements is `constant`, others
+`device`; one of no dimensions is a reference; `<name>_shape`, `_strides` and `_ndim` follow an input of at
+least one dimension where their names occur anywhere in the body; attributes where theirs do, in a fixed
+order; template arguments are int, bool or a dtype. tests/metal/test_signature.py compares the text with MLX's
+own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """clang and the linker from the `ziglang` wheel, and the commands that turn Metal into a shared object.
 
-One dialect serves both ends: clang's C++ for OpenCL has Metal's address spaces, so the compiler refuses what Metal
-would refuse, and on x86-64 the spaces share one flat memory, so that -fsanitize=thread instruments every access.
+One dialect serves both ends: clang's C++ for OpenCL has Metal's address spaces, so the compiler refuses what
+Metal would refuse, and on x86-64 the spaces share one flat memory, so that -fsanitize=thread instruments
+every access.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def zig() -> Path:
 
 
 def run_zig(tool: str, arguments: Sequence[str]) -> str:
-    """Runs `zig TOOL ARGUMENTS` and returns its output and warnings. Raises MetalSourceError with what it printed."""
+    """Runs `zig TOOL ARGUMENTS`; returns its output and warnings. Raises MetalSourceError with its words."""
     done = subprocess.run([str(zig()), tool, *arguments], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise MetalSourceError(done.stderr.strip() or f"zig {tool} ended with {done.returncode}")

@@ -28,7 +28,7 @@ def cache_dir(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture
 def run_body(cache_dir: Path) -> RunBody:
-    """Runs a body with one input `x` and one output `y` of its shape and dtype, over x.size threads in one group."""
+    """Runs a body with an input `x` and an output `y` of its shape and dtype, x.size threads in one group."""
     from metal_on_host import Host, Settings
 
     def run(

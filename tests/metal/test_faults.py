@@ -1,4 +1,4 @@
-"""Faults that a GPU would only sometimes show: each planted one is caught, and the sound twin beside it passes."""
+"""Faults that a GPU would only sometimes show: each planted one is caught, and its sound twin passes."""
 
 from __future__ import annotations
 

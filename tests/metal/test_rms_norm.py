@@ -28,7 +28,12 @@ def operands(rows: int, size: int, dtype: mx.Dtype, weight: mx.Dtype) -> tuple[m
 @pytest.mark.parametrize("size", [8, 9, 64, 127, 576, 2048, 4100])
 @pytest.mark.parametrize(
     ("dtype", "weight"),
-    [(mx.float32, mx.float32), (mx.float16, mx.float16), (mx.bfloat16, mx.bfloat16), (mx.bfloat16, mx.float32)],
+    [
+        (mx.float32, mx.float32),
+        (mx.float16, mx.float16),
+        (mx.bfloat16, mx.bfloat16),
+        (mx.bfloat16, mx.float32),
+    ],
 )
 def test_equals_mlx(host: Host, size: int, dtype: mx.Dtype, weight: mx.Dtype) -> None:
     x, residual, w = operands(3, size, dtype, weight)
@@ -74,20 +79,34 @@ def test_each_byte_once_and_coalesced(host: Host, dtype: mx.Dtype) -> None:
     ("old", "new", "kind"),
     [
         ("threadgroup_barrier(mem_flags::mem_threadgroup);", "", "race"),
-        ("threadgroup_barrier(mem_flags::mem_threadgroup);", "threadgroup_barrier(mem_flags::mem_none);", "race"),
+        (
+            "threadgroup_barrier(mem_flags::mem_threadgroup);",
+            "threadgroup_barrier(mem_flags::mem_none);",
+            "race",
+        ),
         ("if (lane == 0) partial[", "partial[", "race"),
         ("if (i >= Size) continue;", "", "out of bounds"),
         ("lane < Threads / 32", "lane <= Threads / 32", "uninitialised read"),
         ("lane < Threads / 32 ? partial[lane]", "true ? partial[lane + 1]", "out of bounds"),
-        ("  threadgroup_barrier(", "  if (thread_index < 160) threadgroup_barrier(", "divergent simdgroup function"),
+        (
+            "  threadgroup_barrier(",
+            "  if (thread_index < 160) threadgroup_barrier(",
+            "divergent simdgroup function",
+        ),
         ("(row + i)", "(row + i + 1)", "misaligned access"),
         ("simd_sum(values", "simd_shuffle(values", "source"),
         ("simd_sum(values.sum_of_squares())", "simd_broadcast(values.sum_of_squares(), 40)", "wrong lane"),
-        ("values.store(y + start, thread_index);", "if (row > 0) values.store(y + start, thread_index);", "unwritten output"),
+        (
+            "values.store(y + start, thread_index);",
+            "if (row > 0) values.store(y + start, thread_index);",
+            "unwritten output",
+        ),
         ("threadgroup float* partial", "device float* partial", "source"),
     ],
 )
-def test_planted_fault_is_caught(host: Host, monkeypatch: pytest.MonkeyPatch, old: str, new: str, kind: str) -> None:
+def test_planted_fault_is_caught(
+    host: Host, monkeypatch: pytest.MonkeyPatch, old: str, new: str, kind: str
+) -> None:
     sound = metal_kernels.source("rms_norm.h")
     assert old in sound
     monkeypatch.setattr(metal_kernels, "source", lambda name: sound.replace(old, new))

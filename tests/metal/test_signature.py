@@ -1,4 +1,4 @@
-"""The wrapped source, byte for byte what the installed MLX makes: exporting a call records and prints it on Linux."""
+"""The wrapped source, byte for byte what the installed MLX makes: exporting a call prints it on Linux, too."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from metal_on_host import Host, MetalCallError, Settings
 from metal_on_host.signature import Body, generate, kernel_name
 
 EVERY_ATTRIBUTE = """
-uint n = dispatch_quadgroups_per_threadgroup + dispatch_simdgroups_per_threadgroup + grid_origin.x + grid_size.x;
+uint n = dispatch_quadgroups_per_threadgroup + dispatch_simdgroups_per_threadgroup + grid_origin.x;
 n += dispatch_threads_per_threadgroup.x + quadgroup_index_in_threadgroup + quadgroups_per_threadgroup;
-n += simdgroup_index_in_threadgroup + simdgroups_per_threadgroup + thread_execution_width + thread_index_in_quadgroup;
+n += simdgroup_index_in_threadgroup + simdgroups_per_threadgroup + thread_execution_width + grid_size.x;
+n += thread_index_in_quadgroup;
 n += thread_index_in_simdgroup + thread_index_in_threadgroup + thread_position_in_threadgroup.x;
 n += threadgroup_position_in_grid.x + threadgroups_per_grid.x + threads_per_grid.x + threads_per_simdgroup;
 """
