@@ -4,12 +4,13 @@
     body = "y[thread_position_in_grid.x] = 2 * x[thread_position_in_grid.x];"
     double = host.metal_kernel("double", ["x"], ["y"], body)
     (y,) = double(
-        inputs=[x], grid=(x.size, 1, 1), threadgroup=(256, 1, 1), output_shapes=[x.shape], output_dtypes=[x.dtype]
+        inputs=[x], grid=(x.size, 1, 1), threadgroup=(256, 1, 1),
+        output_shapes=[x.shape], output_dtypes=[x.dtype],
     )
     print(host.reports[-1].table())
 
-`Host.metal_kernel` has the signature of mx.fast.metal_kernel and wraps a body as MLX does. A kernel that breaks
-a rule raises MetalFault, whose `kind` and message say what, where and by which thread.
+`Host.metal_kernel` has the signature of mx.fast.metal_kernel and wraps a body as MLX does. A kernel that
+breaks a rule raises MetalFault, whose `kind` and message say what, where and by which thread.
 """
 
 from metal_on_host.errors import FAULT_KINDS, MetalCallError, MetalFault, MetalHostError, MetalSourceError

@@ -299,8 +299,8 @@ class _Run:
         if offset >= 0:
             raise MetalFault(
                 "unwritten output",
-                f"{self.name}: {argument.name}[{offset // argument.item_size}] of {argument.data.nbytes} bytes "
-                f"was never written",
+                f"{self.name}: {argument.name}[{offset // argument.item_size}] of {argument.data.nbytes} "
+                f"bytes was never written",
             )
 
     def _compare(self, first: list[Bytes], other: list[Bytes], seed: int) -> None:

@@ -308,6 +308,10 @@ class _Rewriter:
         start = self._statement_start(i)
         if self._at(self._previous(start)) not in ("{", "}", ";") or self._at(start) in _NOT_TYPES:
             return False
+        if self._is_in_parentheses(start) or self._text(start, i).count("<") != self._text(start, i).count(
+            ">"
+        ):
+            return False
         between = range(start, i)
         is_type = all(
             self.tokens[k].kind in ("name", "space", "marker") or self._at(k) in ("::", "<", ">")
@@ -320,6 +324,13 @@ class _Rewriter:
             and self.tokens[name].kind == "name"
             and self._at(self._next(name)) in ("=", ";")
         )
+
+    def _is_in_parentheses(self, i: int) -> bool:
+        depth = 0
+        while i > 0 and depth <= 0 and self._at(i) not in ("{", "}"):
+            i -= 1
+            depth += (self._at(i) == "(") - (self._at(i) == ")")
+        return depth > 0
 
     def _require_space(self, start: int, end: int) -> None:
         text = self._text(start, end).split("=")[0]
@@ -491,8 +502,8 @@ class _Rewriter:
         where = next(((a, b) for a, b in bodies if a < i < b), None)
         if where is None or self._depth(where[0], i) != 1:
             raise MetalSourceError(
-                f"{self._where(i)}: error: threadgroup variable `{self._at(first)}` must stand in the outermost "
-                "scope of a kernel"
+                f"{self._where(i)}: error: threadgroup variable `{self._at(first)}` must stand in the "
+                "outermost scope of a kernel"
             )
         kind = self._text(start, i) + " " + self._text(i + 1, first)
         aligned = re.search(r"alignas ?\(([^()]*(?:\([^()]*\))?[^()]*)\)", kind)
@@ -525,7 +536,7 @@ class _Rewriter:
                     self._blank(i, end)
 
     def _method_qualifiers(self) -> None:
-        """Constructors lose `thread`: with it they could not construct temporaries, which have no space here."""
+        """Constructors lose `thread`: with it they could not construct temporaries."""
         for i in list(self._names("__private")):
             closing = self._previous(i)
             if self._at(closing) == ")" and self._at(self._next(i)) in (":", "{", ";", "="):

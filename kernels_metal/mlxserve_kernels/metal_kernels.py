@@ -1,7 +1,7 @@
-"""Custom Metal kernels behind one function each: templates, grid, threadgroup and output shapes are computed here.
+"""Custom Metal kernels behind one function each: templates, grid, threadgroup and output shapes are here.
 
-`MetalKernels()` runs them on the Mac's GPU. Given another maker with the signature of mx.fast.metal_kernel, as
-metal_on_host has, the same Python runs elsewhere.
+`MetalKernels()` runs them on the Mac's GPU. Given another maker with the signature of mx.fast.metal_kernel,
+as metal_on_host has, the same Python runs elsewhere.
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ class MetalKernels:
     ) -> tuple[mx.array, mx.array]:
         """RMS norm of ``x + residual`` over the last axis, and the sum.
 
-        x, residual: [..., K], one dtype of FLOAT_TYPES; weight: [K] of FLOAT_TYPES; K at least 8. Returns (y, sum),
-        both as x. Where K is a multiple of 4, arrays start at a multiple of 4 elements of their buffer.
+        x, residual: [..., K], one dtype of FLOAT_TYPES; weight: [K] of FLOAT_TYPES; K at least 8. Returns
+        (y, sum), both as x. Where K is a multiple of 4, arrays start at a multiple of 4 elements of their
+        buffer.
         Raises ValueError for other shapes and dtypes.
         """
         size = x.shape[-1]

@@ -42,7 +42,8 @@ FAULTS = [
     ),
     (
         "race",
-        f"{SHARED} s[i] = 0; {BARRIER} s[i] = 1; simdgroup_barrier(mem_flags::mem_threadgroup); y[i] = s[63 - i];",
+        f"{SHARED} s[i] = 0; {BARRIER} s[i] = 1;"
+        "simdgroup_barrier(mem_flags::mem_threadgroup); y[i] = s[63 - i];",
         "the other by",
     ),
     ("race", "y[i] = 0; y[i ^ 1] = 1;", "two writes"),

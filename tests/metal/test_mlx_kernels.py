@@ -1,5 +1,5 @@
-"""MLX's own kernels, unmodified from the headers of its wheel, equal MLX's CPU results: a shim that runs Apple's code
-is one to believe. A planted fault in a copy of each kind is caught."""
+"""MLX's own kernels, unmodified from the headers of its wheel, equal MLX's CPU results: a shim that runs
+Apple's code is one to believe. A planted fault in a copy of each kind is caught."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""add_rms_norm, run as Metal: equal to mlx, each byte once, a row's bits its own; planted faults are caught."""
+"""add_rms_norm, run as Metal: equal to mlx, each byte once, a row's bits its own; faults are caught."""
 
 from __future__ import annotations
 
@@ -89,9 +89,9 @@ def test_each_byte_once_and_coalesced(host: Host, dtype: mx.Dtype) -> None:
         ("lane < Threads / 32", "lane <= Threads / 32", "uninitialised read"),
         ("lane < Threads / 32 ? partial[lane]", "true ? partial[lane + 1]", "out of bounds"),
         (
-            "  threadgroup_barrier(",
-            "  if (thread_index < 160) threadgroup_barrier(",
-            "divergent simdgroup function",
+            "  values.scale(",
+            "  if (thread_index < 160) threadgroup_barrier(mem_flags::mem_none);\n  values.scale(",
+            "divergent barrier",
         ),
         ("(row + i)", "(row + i + 1)", "misaligned access"),
         ("simd_sum(values", "simd_shuffle(values", "source"),

@@ -1,4 +1,4 @@
-"""The wrapped source, byte for byte what the installed MLX makes: exporting a call prints it on Linux, too."""
+"""The wrapped source, byte for byte what the installed MLX makes: exporting a call prints it on Linux."""
 
 from __future__ import annotations
 
