@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
 import mlx.core as mx
 
@@ -36,9 +37,10 @@ def source(name: str) -> str:
 
 
 class MetalKernels:
-    """The kernels, made by `make`: mx.fast.metal_kernel, or a callable of its signature."""
+    """The kernels, made by `make`: a callable of mx.fast.metal_kernel's signature; by default that."""
 
-    def __init__(self, make: KernelMaker = mx.fast.metal_kernel) -> None:
+    def __init__(self, make: KernelMaker | None = None) -> None:
+        make = make or _mlx_maker()
         self._add_rms_norm = make(
             "add_rms_norm",
             ["x", "residual", "weight", "eps"],
@@ -76,6 +78,11 @@ class MetalKernels:
             output_dtypes=[x.dtype, x.dtype],
         )
         return y, total
+
+
+def _mlx_maker() -> KernelMaker:
+    maker: Any = mx.fast.metal_kernel
+    return maker  # type: ignore[no-any-return]
 
 
 def _row_threads(size: int) -> int:

@@ -78,7 +78,7 @@ def test_each_byte_once_and_coalesced(host: Host, dtype: mx.Dtype) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "kind"),
     [
-        ("threadgroup_barrier(mem_flags::mem_threadgroup);", "", "race"),
+        ("threadgroup_barrier(mem_flags::mem_threadgroup);", "", "uninitialised read"),
         (
             "threadgroup_barrier(mem_flags::mem_threadgroup);",
             "threadgroup_barrier(mem_flags::mem_none);",
