@@ -103,17 +103,12 @@ def _compile(
     constants: Mapping[str, bool | int | float],
     shared_object: Path,
 ) -> list[Entry]:
-    with tempfile.TemporaryDirectory(dir=shared_object.parent) as scratch:
-        original, translated = Path(scratch) / "kernel.metal", Path(scratch) / "kernel.cl"
-        original.write_text(source)
-        try:
-            rewritten = rewrite(toolchain.preprocess(original, include_dirs), constants)
-            translated.write_text(rewritten.text)
-            toolchain.compile_kernel(translated, shared_object)
-        except MetalSourceError as error:
-            message = str(error).replace(str(original), "kernel.metal")
-            hint = _NAME_IT if "in default address space, but method expects" in message else ""
-            raise MetalSourceError(message + hint) from None
+    try:
+        rewritten = rewrite(toolchain.preprocess(source, include_dirs), constants)
+        toolchain.compile_kernel(rewritten.preamble, rewritten.text, shared_object)
+    except MetalSourceError as error:
+        hint = _NAME_IT if "in default address space, but method expects" in str(error) else ""
+        raise MetalSourceError(f"{error}{hint}") from None
     return rewritten.entries
 
 

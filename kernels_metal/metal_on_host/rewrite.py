@@ -122,8 +122,11 @@ class Entry:
 
 @dataclass(slots=True)
 class Rewritten:
+    """`preamble` is what stands before the author's own text, the same for many sources; it may be empty."""
+
+    preamble: str
     text: str
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[Entry]
 
 
 @dataclass(slots=True)
@@ -157,7 +160,7 @@ def rewrite(text: str, function_constants: Mapping[str, bool | int | float] | No
     rewriter = _Rewriter(_tokens(author or preamble), function_constants or {}, known)
     rewriter.run()
     entries = rewriter.entries()
-    return Rewritten(f"{out}{rewriter.text()}\n{_entry_code(entries)}", entries)
+    return Rewritten(out, f"{rewriter.text()}\n{_entry_code(entries)}", entries)
 
 
 def _split_at_author(text: str) -> tuple[str, str]:

@@ -72,43 +72,51 @@ def zig() -> Path:
     return Path(next(iter(spec.submodule_search_locations))) / "zig"
 
 
-def run_zig(tool: str, arguments: Sequence[str]) -> str:
+def run_zig(tool: str, arguments: Sequence[str], *, stdin: str = "") -> str:
     """Runs `zig TOOL ARGUMENTS`; returns its output and warnings. Raises MetalSourceError with its words."""
-    done = subprocess.run([str(zig()), tool, *arguments], capture_output=True, text=True, check=False)
+    command = [str(zig()), tool, *arguments]
+    done = subprocess.run(command, input=stdin, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise MetalSourceError(done.stderr.strip() or f"zig {tool} ended with {done.returncode}")
     return done.stdout + done.stderr
 
 
-def preprocess(source: Path, include_dirs: Sequence[Path]) -> str:
+def preprocess(source: str, include_dirs: Sequence[Path]) -> str:
     includes = [flag for folder in include_dirs for flag in ("-I", str(folder))]
-    return run_zig(
-        "clang",
-        [
-            *_DIALECT,
-            "-isystem",
-            str(SHIM),
-            *includes,
-            "-include",
-            str(SHIM / "prelude.h"),
-            "-E",
-            "-o",
-            "-",
-            str(source),
-        ],
-    )
+    shim = ["-isystem", str(SHIM), "-include", str(SHIM / "prelude.h")]
+    return run_zig("clang", [*_DIALECT, *shim, *includes, "-E", "-o", "-", "-"], stdin=source)
 
 
-def compile_kernel(source: Path, shared_object: Path) -> None:
-    """Compiles rewritten source to an instrumented shared object, put in place by a rename."""
+def compile_kernel(preamble: str, source: str, shared_object: Path) -> None:
+    """Compiles rewritten source, behind a preamble that many sources share, to an instrumented shared object.
+
+    The object is put in place by a rename; the preamble is kept precompiled in the same folder.
+    """
+    flags = ["-Wno-everything", "-Wimplicit-float-conversion", "-fno-caret-diagnostics"]
+    if preamble:
+        flags += ["-include-pch", str(_precompiled(preamble, shared_object.parent))]
     with tempfile.TemporaryDirectory(dir=shared_object.parent) as folder:
         unit, linked = Path(folder) / "kernel.o", Path(folder) / "kernel.so"
-        flags = ["-Wno-everything", "-Wimplicit-float-conversion", "-fno-caret-diagnostics"]
-        _refuse_bfloat_conversions(
-            run_zig("clang", [*_DIALECT, *_INSTRUMENT, *flags, "-c", "-o", str(unit), str(source)])
-        )
+        command = [*_DIALECT, *_INSTRUMENT, *flags, "-c", "-o", str(unit), "-"]
+        _refuse_bfloat_conversions(run_zig("clang", command, stdin=source))
         run_zig("ld.lld", ["-shared", "--build-id=none", "-o", str(linked), str(unit)])
         os.replace(linked, shared_object)
+
+
+def _precompiled(preamble: str, folder: Path) -> Path:
+    # The folder is part of the name: a precompiled header names its source by path.
+    digest = hashlib.sha256(f"{fingerprint()} {folder.resolve()} {preamble}".encode()).hexdigest()[:32]
+    header, out = folder / f"preamble-{digest}.cl", folder / f"preamble-{digest}.pch"
+    if out.exists():
+        return out
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        written, built = Path(scratch) / "preamble.cl", Path(scratch) / "preamble.pch"
+        written.write_text(preamble)
+        os.replace(written, header)
+        emit = ["-Wno-everything", "-Xclang", "-emit-pch", "-Xclang", "-fno-pch-timestamp"]
+        run_zig("clang", [*_DIALECT, *_INSTRUMENT, *emit, "-c", "-o", str(built), str(header)])
+        os.replace(built, out)
+    return out
 
 
 def _refuse_bfloat_conversions(warnings: str) -> None:
