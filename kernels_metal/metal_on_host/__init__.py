@@ -17,7 +17,7 @@ from metal_on_host.errors import FAULT_KINDS, MetalCallError, MetalFault, MetalH
 from metal_on_host.kernel import Host, metal_kernel
 from metal_on_host.library import Library, compile_library, mlx_include
 from metal_on_host.machine import Argument, Settings
-from metal_on_host.report import BufferCost, Report
+from metal_on_host.report import BufferCost, Report, summary
 
 __all__ = [
     "FAULT_KINDS",
@@ -34,4 +34,5 @@ __all__ = [
     "compile_library",
     "metal_kernel",
     "mlx_include",
+    "summary",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,11 +11,13 @@ import mlx.core as mx
 import numpy as np
 
 from metal_on_host.arrays import from_bytes, to_bytes, write_back
-from metal_on_host.errors import MetalCallError
+from metal_on_host.errors import MetalCallError, MetalSourceError
 from metal_on_host.library import Library, compile_library, mlx_include
 from metal_on_host.machine import Argument, Settings, Triple
 from metal_on_host.report import Report
 from metal_on_host.signature import Body, TemplateArgument, Wrapped, generate
+
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"', re.MULTILINE)
 
 Scalar = bool | int | float
 KernelCall = Callable[..., list[mx.array]]
@@ -51,6 +54,9 @@ class Host:
         if not output_names:
             raise MetalCallError("[metal_kernel] Must specify at least one output.")
         _check_options(compile_options)
+        for text in (header, source):
+            if _INCLUDE.search(text):
+                raise MetalSourceError(f'{name}: error: #include "...": the device compiler has no such path')
         body = Body(name, tuple(input_names), tuple(output_names), source, header, atomic_outputs)
         return _Call(self, body, ensure_row_contiguous)
 
@@ -126,7 +132,12 @@ class _Call:
             for n, shape, dtype in zip(self.body.output_names, output_shapes, output_dtypes, strict=True)
         ]
         report = library.launch(
-            wrapped.name, [*bound, *outputs], _triple(grid), _triple(threadgroup), self.host.settings
+            wrapped.name,
+            [*bound, *outputs],
+            _triple(grid),
+            _triple(threadgroup),
+            self.host.settings,
+            label=self.body.name,
         )
         self.host.reports.append(report)
         for array, argument in zip(arrays, (a for a in bound if a.is_counted), strict=True):

@@ -18,7 +18,7 @@ import mlx.core as mx
 
 from metal_on_host import machine, toolchain
 from metal_on_host.errors import MetalSourceError
-from metal_on_host.machine import Argument, Loaded, Settings, Triple
+from metal_on_host.machine import Argument, Loaded, Settings, Target, Triple
 from metal_on_host.report import Report
 from metal_on_host.rewrite import Entry, Kernel, Parameter, rewrite
 
@@ -54,11 +54,15 @@ class Library:
         grid: Triple,
         threadgroup: Triple,
         settings: Settings,
+        *,
+        label: str | None = None,
     ) -> Report:
-        """Runs kernel `name` over `grid` threads; `arguments[i]` is bound to buffer i."""
-        return machine.launch(
-            name, self.loaded, self.entry(name).symbol, arguments, grid, threadgroup, settings
-        )
+        """Runs kernel `name` over `grid` threads; `arguments[i]` is bound to buffer i.
+
+        `label` names the kernel in reports where `name` is an instance's long one.
+        """
+        target = Target(label or name, name, self.loaded, self.entry(name).symbol)
+        return machine.launch(target, arguments, grid, threadgroup, settings)
 
 
 _NAME_IT = "\nHere, not in Metal: a method qualified `thread` needs a named object, not a temporary."

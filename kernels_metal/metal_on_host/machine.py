@@ -6,7 +6,7 @@ import ctypes
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -158,10 +158,18 @@ def _runtime(folder: Path) -> ctypes.CDLL:
 _lock = threading.Lock()
 
 
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What is launched: a kernel's short name, its instance, and the symbol that runs it."""
+
+    label: str
+    instance: str
+    loaded: Loaded
+    symbol: str
+
+
 def launch(
-    name: str,
-    loaded: Loaded,
-    symbol: str,
+    target: Target,
     arguments: Sequence[Argument | None],
     grid: Triple,
     threadgroup: Triple,
@@ -172,9 +180,9 @@ def launch(
     Raises MetalFault for what the kernel did wrong and MetalCallError for a grid or threadgroup Metal
     refuses.
     """
-    _check_sizes(name, grid, threadgroup, arguments)
+    _check_sizes(target.instance, grid, threadgroup, arguments)
     with _lock:
-        return _Run(name, loaded, symbol, arguments, grid, threadgroup, settings).all_schedules()
+        return _Run(target, arguments, grid, threadgroup, settings).all_schedules()
 
 
 def _check_sizes(name: str, grid: Triple, threadgroup: Triple, arguments: Sequence[Argument | None]) -> None:
@@ -195,26 +203,25 @@ def _check_sizes(name: str, grid: Triple, threadgroup: Triple, arguments: Sequen
 class _Run:
     def __init__(
         self,
-        name: str,
-        loaded: Loaded,
-        symbol: str,
+        target: Target,
         arguments: Sequence[Argument | None],
         grid: Triple,
         threadgroup: Triple,
         settings: Settings,
     ) -> None:
-        self.name = name
-        self.loaded = loaded
+        self.target = target
+        self.name = target.instance
+        self.loaded = target.loaded
         self.arguments = arguments
         self.settings = settings
-        self.runtime = _runtime(loaded.path.parent)
+        self.runtime = _runtime(target.loaded.path.parent)
         self.grid = grid
         self.threadgroup = (
             min(threadgroup[0], grid[0]),
             min(threadgroup[1], grid[1]),
             min(threadgroup[2], grid[2]),
         )
-        self.entry = ctypes.cast(getattr(loaded.library, symbol), ctypes.c_void_p).value
+        self.entry = ctypes.cast(getattr(target.loaded.library, target.symbol), ctypes.c_void_p).value
 
     def all_schedules(self) -> Report:
         start = time.perf_counter()
@@ -233,19 +240,7 @@ class _Run:
         written = [a for a in self.arguments if a is not None and a.is_written]
         for argument, result in zip(written, first, strict=True):
             argument.data[:] = result
-        seconds = time.perf_counter() - start
-        return Report(
-            self.name,
-            self.grid,
-            self.threadgroup,
-            report.groups,
-            len(self.settings.seeds),
-            report.accesses,
-            report.barriers,
-            report.threadgroup_bytes,
-            seconds,
-            report.buffers,
-        )
+        return replace(report, seconds=time.perf_counter() - start)
 
     def _one(self, seed: int, *, count: bool) -> tuple[_Launch, list[Bytes]]:
         runtime = self.runtime
@@ -336,11 +331,12 @@ class _Run:
                 )
             )
         return Report(
+            self.target.label,
             self.name,
             self.grid,
             self.threadgroup,
             launch.groups,
-            1,
+            len(self.settings.seeds),
             launch.accesses,
             launch.barriers,
             launch.threadgroup_bytes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -11,7 +12,8 @@ class BufferCost:
 
     `thread_*` counts what threads asked for; `simd_*` counts each byte once an access of a simdgroup (a
     broadcast is one read); `unique_*` counts each byte once a run; `line_bytes` is 64 times the 64-byte lines
-    that the simdgroup accesses touched.
+    that the simdgroup accesses touched. A lane's accesses to neighbouring addresses, with no synchronisation
+    between, are one of up to 16 bytes, as compilers merge them.
     """
 
     name: str
@@ -38,8 +40,12 @@ class BufferCost:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One launch: where, how long, and what it cost (counted in the first schedule)."""
+    """One launch: where, how long, and what it cost (counted in the first schedule).
 
+    `name` is the kernel's, `kernel` names the instance: template arguments and dtypes as well.
+    """
+
+    name: str
     kernel: str
     grid: tuple[int, int, int]
     threadgroup: tuple[int, int, int]
@@ -75,3 +81,26 @@ class Report:
                 f"{b.coalescing:>10.1%}"
             )
         return "\n".join(lines)
+
+
+def summary(reports: Iterable[Report]) -> str:
+    """A line a kernel: launches, instances, grids, schedules, and the worst figures of its larger buffers.
+
+    The read ratio and the coalescing are those of buffers of at least 1 KiB: smaller ones say little.
+    """
+    by_name: dict[str, list[Report]] = {}
+    for report in reports:
+        by_name.setdefault(report.name, []).append(report)
+    lines = [
+        f"{'kernel':<28}{'launches':>9}{'instances':>10}{'grids':>7}{'schedules':>10}"
+        f"{'read ratio':>12}{'coalesced':>11}"
+    ]
+    for name, runs in sorted(by_name.items()):
+        large = [b for r in runs for b in r.buffers if b.bytes >= 1024 and b.accesses]
+        ratio = max((b.read_ratio for b in large), default=1.0)
+        coalescing = min((b.coalescing for b in large), default=1.0)
+        lines.append(
+            f"{name:<28}{len(runs):>9}{len({r.kernel for r in runs}):>10}{len({r.grid for r in runs}):>7}"
+            f"{max(r.schedules for r in runs):>10}{ratio:>12.3f}{coalescing:>11.1%}"
+        )
+    return "\n".join(lines)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
+
+from metal_on_host import Host, Report, Settings, summary
 
 RunBody = Callable[..., mx.array]
 
@@ -26,10 +28,27 @@ def cache_dir(request: pytest.FixtureRequest) -> Path:
     return Path(request.config.cache.mkdir("metal_on_host"))  # type: ignore[union-attr]
 
 
+REPORTS: list[Report] = []
+"""Of every launch of a kernel of ours; `pytest -v` ends with their summary."""
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if REPORTS and terminalreporter.verbosity > 0:
+        terminalreporter.section("Metal kernels")
+        terminalreporter.write_line(summary(REPORTS))
+
+
+@pytest.fixture
+def host(cache_dir: Path) -> Iterator[Host]:
+    """Runs kernels of ours in three schedules."""
+    host = Host(Settings(cache_dir=cache_dir, seeds=(0, 1, 2)))
+    yield host
+    REPORTS.extend(host.reports)
+
+
 @pytest.fixture
 def run_body(cache_dir: Path) -> RunBody:
     """Runs a body with an input `x` and an output `y` of its shape and dtype, x.size threads in one group."""
-    from metal_on_host import Host, Settings
 
     def run(
         body: str,

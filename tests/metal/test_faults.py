@@ -190,6 +190,7 @@ SOURCE_FAULTS = [
     ("bfloat b = x[i]; y[i] = b;", "", "Metal needs a cast here: .*float' to 'bfloat'"),
     ("float4 v = float4(1, 2, 3); y[i] = v.x;", "", "as many elements as the vector has"),
     ("y[i] = max(1u, -1);", "", "ambiguous"),
+    ("y[i] = 0;", '#include "mlx/backend/metal/kernels/erf.h"\n', "the device compiler has no such path"),
     ("y[i] = no_such_function(x[i]);", "", "undeclared identifier 'no_such_function'"),
 ]
 

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from metal_on_host import Host, MetalFault, MetalHostError, MetalSourceError, Settings
+from metal_on_host import Host, MetalFault, MetalHostError, MetalSourceError
 from mlxserve_kernels import metal_kernels
 from mlxserve_kernels.metal_kernels import MetalKernels
 
 TOLERANCE = {mx.float32: 2e-6, mx.float16: 2e-3, mx.bfloat16: 1.6e-2}
-
-
-@pytest.fixture
-def host(cache_dir: Path) -> Host:
-    return Host(Settings(cache_dir=cache_dir, seeds=(0, 1, 2)))
 
 
 def operands(rows: int, size: int, dtype: mx.Dtype, weight: mx.Dtype) -> tuple[mx.array, mx.array, mx.array]:
