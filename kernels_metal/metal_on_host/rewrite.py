@@ -396,9 +396,7 @@ class _Rewriter:
         for i in list(self._names("kernel")):
             if not self._at(i):
                 continue
-            j = self._next(i)
-            while self._at(j) in ("]", "[") or self._at(self._previous(j)) == "[":
-                j = self._next(j)
+            j = self._next(self._attribute_end(i))
             if self._at(j) != "void":
                 continue
             template = self._template_before(i)
@@ -415,11 +413,17 @@ class _Rewriter:
                 self._blank(i, i + 1)
         return bodies
 
+    def _attribute_end(self, i: int) -> int:
+        """The last token of the `[[...]]` around `i`, or `i` where there is none."""
+        j = i
+        while self._at(j) not in ("]", "[", ";", "{", "void", ""):
+            j = self._close(j) if self._at(j) == "(" else j
+            j = self._next(j)
+        return self._next(j) if self._at(j) == "]" else i
+
     def _template_before(self, i: int) -> str | None:
-        j = self._previous(i)
-        while self._at(j) in ("[", "]") or (
-            self.tokens[j].kind != "punct" and self._at(self._next(j)) == "]"
-        ):
+        j = i
+        while self._at(j) not in (">", ";", "}", "") and j >= 0:
             j = self._previous(j)
         if self._at(j) != ">":
             return None
@@ -503,10 +507,10 @@ class _Rewriter:
             j = self._next(j)
         first = self._previous(j) if first is None else first
         where = next(((a, b) for a, b in bodies if a < i < b), None)
-        if where is None or self._depth(where[0], i) != 1:
+        if where is None:
             raise MetalSourceError(
-                f"{self._where(i)}: error: threadgroup variable `{self._at(first)}` must stand in the "
-                "outermost scope of a kernel"
+                f"{self._where(i)}: error: threadgroup variable `{self._at(first)}` must stand in a "
+                "kernel's own body"
             )
         kind = self._text(start, i) + " " + self._text(i + 1, first)
         aligned = re.search(r"alignas ?\(([^()]*(?:\([^()]*\))?[^()]*)\)", kind)
@@ -526,9 +530,6 @@ class _Rewriter:
             )
         self._blank(start, j)
         self.tokens[start].text = " ".join(out).removesuffix(";")
-
-    def _depth(self, start: int, i: int) -> int:
-        return sum((t.text == "{") - (t.text == "}") for t in self.tokens[start:i])
 
     def _strip_attributes(self) -> None:
         known = (*ATTRIBUTES, "kernel", "max_total_threads_per_threadgroup", "buffer", "host_name")

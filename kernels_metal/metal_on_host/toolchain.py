@@ -77,7 +77,8 @@ def run_zig(tool: str, arguments: Sequence[str], *, stdin: str = "") -> str:
     command = [str(zig()), tool, *arguments]
     done = subprocess.run(command, input=stdin, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise MetalSourceError(done.stderr.strip() or f"zig {tool} ended with {done.returncode}")
+        words = "\n".join(line for line in done.stderr.splitlines() if ": warning: " not in line)
+        raise MetalSourceError(words.strip() or f"zig {tool} ended with {done.returncode}")
     return done.stdout + done.stderr
 
 

@@ -1,6 +1,6 @@
 // Forced in front of every Metal source: Metal's spelling in clang's C++ for OpenCL, which has the same address spaces.
 #pragma once
-#define __METAL_VERSION__ 310
+#define __METAL_VERSION__ 320
 #define __METAL__ 1
 #define METAL_ON_HOST 1
 #define MTL_PRELUDE 1
