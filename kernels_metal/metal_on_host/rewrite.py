@@ -52,23 +52,11 @@ _TOKEN = re.compile(
 )
 _MARKER = re.compile(r'\s*#\s*(?:line\s+)?(\d+)\s+"((?:\\.|[^"\\])*)"')
 _LITERAL = re.compile(r"(?i)^(\d*\.?\d*(?:e[+-]?\d+)?)(h|bf)$")
-_VECTORS = frozenset(
-    f"{base}{n}"
-    for base in (
-        "char",
-        "uchar",
-        "short",
-        "ushort",
-        "int",
-        "uint",
-        "long",
-        "ulong",
-        "half",
-        "float",
-        "bfloat",
-    )
-    for n in (2, 3, 4)
+_SCALARS = frozenset(
+    ("char", "uchar", "short", "ushort", "int", "uint", "long", "ulong", "_Float16", "float", "bfloat")
 )
+_VECTORS = frozenset(f"{base}{n}" for base in (*_SCALARS, "half") for n in (2, 3, 4))
+_SHIM = "metal_on_host/shim/"
 _SPACES = r"\b(__global|__local|__private|__constant|constant)\b"
 _NOT_FUNCTIONS = frozenset(
     ("if", "for", "while", "switch", "sizeof", "decltype", "alignof", "alignas", "return", "static_assert")
@@ -205,6 +193,9 @@ class _Rewriter:
         self._strip_attributes()
         self._method_qualifiers()
         self._vector_constructors()
+        self._casts()
+        self._references_to_temporaries()
+        self._pointer_steps()
 
     def text(self) -> str:
         return "".join(token.text for token in self.tokens)
@@ -519,7 +510,7 @@ class _Rewriter:
         for a, b in self._split(first, j):
             name = next(k for k in range(a, b) if self.tokens[k].kind == "name")
             suffix = self._text(name + 1, b)
-            if "=" in suffix:
+            if re.sub(r"\[[^\]]*\]", "", suffix).strip():
                 raise MetalSourceError(f"{self._where(i)}: a threadgroup variable takes no initialiser")
             t = f"mtl_type_{self._at(name)}"
             alignment = aligned.group(1) if aligned else f"alignof({t})"
@@ -576,6 +567,48 @@ class _Rewriter:
                 continue
             token.text = f"{scope}mtl_make<{token.text}"
             self.tokens[last].text += ">"
+
+    def _casts(self) -> None:
+        """clang has no conversion between half and bfloat; Metal has an explicit one."""
+        for i in list(self._names("static_cast")):
+            opening = self._next(i)
+            target = self._next(opening)
+            if _SHIM in self.tokens[i].file:
+                continue
+            if self.tokens[target].kind == "name" and self._at(self._next(target)) == ">":
+                self.tokens[i].text = "metal::mtl_cast"
+        for name in ("bfloat", "bfloat16_t"):
+            for i in list(self._names(name)):
+                is_call = self._at(self._next(i)) == "(" and _SHIM not in self.tokens[i].file
+                if is_call and self._at(self._previous(i)) not in ("operator", "::"):
+                    self.tokens[i].text = f"metal::mtl_cast<{name}>"
+
+    def _references_to_temporaries(self) -> None:
+        """`const thread short&` binds temporaries in Metal, and here without its address space."""
+        for i in list(self._names("__private")):
+            words = [self._next(i)]
+            words.append(self._next(words[0]))
+            if self._at(self._previous(i)) == "const":
+                is_bound = self._at(words[0]) in _SCALARS and self._at(words[1]) == "&"
+            else:
+                is_bound = self._at(words[0]) == "const" and self._at(words[1]) in _SCALARS
+                is_bound = is_bound and self._at(self._next(words[1])) == "&"
+            if is_bound:
+                self.tokens[i].text = ""
+
+    def _pointer_steps(self) -> None:
+        """`p += step` with a step of class type, as MLX's headers have it: clang finds no operator for it."""
+        for i, token in enumerate(self.tokens):
+            if token.text != "+" or self.tokens[i + 1].text != "=" or token.file.endswith(AUTHOR_FILES):
+                continue
+            target, step = self._previous(i), self._next(i + 1)
+            is_plain = self.tokens[target].kind == self.tokens[step].kind == "name"
+            if (
+                is_plain
+                and self._at(self._previous(target)) in (";", "{", "}")
+                and self._at(self._next(step)) == ";"
+            ):
+                self.tokens[i].text, self.tokens[i + 1].text = "=", f" {self._at(target)} + "
 
     def entries(self) -> list[Entry]:
         entries = []

@@ -186,7 +186,11 @@ SOURCE_FAULTS = [
     ("const float* p = x; y[i] = p[i];", "", "needs an address space"),
     ("x[i] = 0; y[i] = 0;", "", "read-only variable is not assignable"),
     ("threadgroup float* p = y; y[i] = *p;", "", "__local float"),
-    ("y[i] = f();", "float f() { threadgroup float s[4]; return s[0]; }\n", "must stand in a kernel's own body"),
+    (
+        "y[i] = f();",
+        "float f() { threadgroup float s[4]; return s[0]; }\n",
+        "must stand in a kernel's own body",
+    ),
     ("bfloat b = x[i]; y[i] = b;", "", "Metal needs a cast here: .*float' to 'bfloat'"),
     ("float4 v = float4(1, 2, 3); y[i] = v.x;", "", "as many elements as the vector has"),
     ("y[i] = max(1u, -1);", "", "ambiguous"),

@@ -165,6 +165,47 @@ def test_qmm(library: Library, name: str, group_size: int, bits: int, rows: int,
     assert_close(out, product(x, w, s, b, group_size, bits))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(mx.float32, 1e-5), (mx.float16, 4e-3), (mx.bfloat16, 3e-2)]
+)
+@pytest.mark.parametrize(("queries", "keys"), [(64, 64), (40, 75)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_steel_attention(
+    cache_dir: Path, dtype: mx.Dtype, tolerance: float, queries: int, keys: int, causal: bool
+) -> None:
+    """The tiled kernel for chunks: simdgroup matrices, reductions by shuffles, a causal mask, ragged tiles."""
+    heads, group, size, bq, bk = 1, 2, 64, 32, 16
+    name = next(n for n, d in DTYPES.items() if d == dtype)
+    library = compile_library(
+        include("utils.h", "steel/attn/attn.h", "steel/attn/kernels/steel_attention.h")
+        + f'instantiate_kernel("k", attention, {name}, {bq}, {bk}, {size}, {size}, 4, 1, {name})\n',
+        include_dirs=(mlx_include(),),
+        function_constants={
+            "align_Q": queries % bq == 0,
+            "align_K": keys % bk == 0,
+            "do_causal": causal,
+        },
+        cache_dir=cache_dir,
+    )
+    q = mx.random.normal((1, heads * group, queries, size)).astype(dtype)
+    k, v = (mx.random.normal((1, heads, keys, size)).astype(dtype) for _ in range(2))
+    rows, columns = -(-queries // bq), -(-keys // bk)
+    numbers = [1, heads * group, size, queries, keys, group, rows, columns, queries // bq, keys // bk]
+    numbers += [queries % bq, keys % bk, keys - queries]
+    fields = np.array(numbers, np.int32).tobytes()
+    scale = np.float32(size**-0.5).tobytes()
+    strides = [heads * group * queries * size, queries * size, size]
+    strides += [heads * keys * size, keys * size, size] * 2 + strides
+    packed = fields[:24] + scale + fields[24:] + np.array(strides, np.int64).tobytes()
+    params = np.frombuffer(packed, np.uint8)
+    values = [q, k, v, ..., params, *[None] * 4]
+    out, _ = launch(library, "k", values, (q.shape, dtype), (rows, heads * group, 1), (32, 4, 1))
+    full = [x.astype(mx.float32) for x in (q, k, v)]
+    mask = "causal" if causal else None
+    expected = mx.fast.scaled_dot_product_attention(*full, scale=size**-0.5, mask=mask)
+    assert mx.abs(out.astype(mx.float32) - expected).max().item() <= tolerance
+
+
 def planted(cache_dir: Path, header: str, old: str, new: str, instance: str, count: int = 1) -> Library:
     """A copy of one of MLX's headers with one thing changed, the `count`th place where `old` stands."""
     text = (mlx_include() / "mlx/backend/metal/kernels" / header).read_text()

@@ -182,6 +182,10 @@ template <typename A, typename B>
 struct is_convertible : bool_constant<__is_convertible_to(A, B)> {};
 template <typename A, typename B>
 static constexpr constant bool is_convertible_v = __is_convertible_to(A, B);
+template <typename... T>
+struct _disjunction : bool_constant<(T::value || ...)> {};
+template <typename... T>
+struct _conjunction : bool_constant<(T::value && ...)> {};
 template <typename T>
 struct is_integral : bool_constant<__is_integral(remove_cv_t<T>)> {};
 template <typename T>
@@ -208,6 +212,14 @@ template <typename T>
 static constexpr constant bool is_pointer_v = false;
 template <typename T>
 static constexpr constant bool is_pointer_v<T*> = true;
+
+// A value that all threads of a simdgroup share; only a hint to Metal's compiler.
+template <typename T>
+using uniform = T;
+template <typename T>
+constexpr T make_uniform(T value) {
+  return value;
+}
 
 template <typename T, size_t N>
 struct array {
@@ -261,6 +273,14 @@ MTL_FLOAT_LIMITS(float, 1.175494351e-38f, 3.402823466e+38f, 1.192092896e-07f, 24
 MTL_FLOAT_LIMITS(half, 6.103515625e-05f, 65504.0f, 9.765625e-04f, 11)
 MTL_FLOAT_LIMITS(bfloat, 1.175494351e-38f, 3.38953139e+38f, 7.8125e-03f, 8)
 #undef MTL_FLOAT_LIMITS
+
+// What the rewritten static_cast<name> and bfloat(x) call.
+template <typename To, typename From>
+constexpr To mtl_cast(From x) {
+  if constexpr (is_same_v<To, bfloat> && is_same_v<From, half>) return static_cast<To>(static_cast<float>(x));
+  else if constexpr (is_same_v<To, half> && is_same_v<From, bfloat>) return static_cast<To>(static_cast<float>(x));
+  else return static_cast<To>(x);
+}
 
 // What the rewritten `float4(...)` and `vec<T, N>(...)` call: Metal's vector constructors, which convert each element.
 template <typename V>
