@@ -77,6 +77,7 @@ class _Cost(ctypes.Structure):
             "accesses",
             "unique_read",
             "unique_written",
+            "unique_lines",
         )
     )
 
@@ -328,6 +329,7 @@ class _Run:
                     c.accesses,
                     c.unique_read,
                     c.unique_written,
+                    c.unique_lines * 64,
                 )
             )
         return Report(

@@ -26,11 +26,19 @@ class BufferCost:
     accesses: int
     unique_read: int
     unique_written: int
+    unique_line_bytes: int
 
     @property
     def read_ratio(self) -> float:
         """Bytes read by simdgroups over distinct bytes read: 1.0 is each byte once."""
         return self.simd_read / self.unique_read if self.unique_read else 1.0
+
+    @property
+    def line_use(self) -> float:
+        """Distinct bytes over the bytes of the distinct 64-byte lines touched: 1.0 where a cache that keeps lines
+        until they are used up fetches nothing in vain. The ends of a buffer count in full."""
+        touched = min(self.unique_line_bytes, self.bytes)
+        return max(self.unique_read, self.unique_written) / touched if touched else 1.0
 
     @property
     def coalescing(self) -> float:
@@ -71,14 +79,12 @@ class Report:
             f"schedules {self.schedules}  barriers {self.barriers}  "
             f"threadgroup bytes {self.threadgroup_bytes}"
         )
-        lines = [
-            head,
-            f"  {'buffer':<16}{'unique':>12}{'requested':>12}{'ratio':>8}{'written':>12}{'coalesced':>11}",
-        ]
+        columns = f"{'buffer':<16}{'unique':>12}{'requested':>12}{'ratio':>8}{'written':>12}"
+        lines = [head, f"  {columns}{'coalesced':>11}{'line use':>10}"]
         for b in self.buffers:
             lines.append(
                 f"  {b.name:<16}{b.unique_read:>12}{b.simd_read:>12}{b.read_ratio:>8.3f}{b.simd_written:>12}"
-                f"{b.coalescing:>10.1%}"
+                f"{b.coalescing:>11.1%}{b.line_use:>10.1%}"
             )
         return "\n".join(lines)
 

@@ -173,7 +173,7 @@ def test_qmm(library: Library, name: str, group_size: int, bits: int, rows: int,
 def test_steel_attention(
     cache_dir: Path, dtype: mx.Dtype, tolerance: float, queries: int, keys: int, causal: bool
 ) -> None:
-    """The tiled kernel for chunks: simdgroup matrices, reductions by shuffles, a causal mask, ragged tiles."""
+    """The tiled kernel for chunks: simdgroup matrices, reductions by shuffles, masks, ragged ends."""
     heads, group, size, bq, bk = 1, 2, 64, 32, 16
     name = next(n for n, d in DTYPES.items() if d == dtype)
     library = compile_library(
@@ -258,6 +258,55 @@ def test_fault_planted_in_softmax(cache_dir: Path, old: str, new: str, count: in
             (128, 1, 1),
         )
     assert caught.value.kind == kind
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "kind"),
+    [
+        (f"  {BARRIER}\n  max_score = max_scores[simd_lid];", "  max_score = max_scores[simd_lid];", None),
+        ("outputs[simd_gid * BD + simd_lid]", "outputs[simd_gid * BD + simd_lid + 1]", "out of bounds"),
+        ("i < N; i += BN", "i <= N; i += BN", "out of bounds"),
+        (
+            "k[j] = keys[j];",
+            "k[j] = ((const device vec<T, 2>*)(keys + 1))[j / 2][j % 2];",
+            "misaligned access",
+        ),
+        ("score = simd_sum(score);", "score = simd_broadcast(score, 32);", "wrong lane"),
+        ("score = simd_sum(score);", f"score = simd_sum(score); {BARRIER}", "divergent barrier"),
+    ],
+)
+def test_fault_planted_in_sdpa_vector(cache_dir: Path, old: str, new: str, kind: str | None) -> None:
+    instance = 'instantiate_kernel("k", sdpa_vector, float, 64, 64)\n'
+    library = planted(cache_dir, "sdpa_vector.h", old, new, instance)
+    q, k, v = (mx.random.normal((1, 2, n, 64)) for n in (1, 77, 77))
+    strides = (np.uint64(77 * 64), np.uint64(64)) * 2
+    values = [q, k, v, ..., np.int32(1), np.int32(77), *strides, np.float32(0.125), *[None] * 7]
+    with pytest.raises(MetalFault) as caught:
+        launch(library, "k", values, (q.shape, mx.float32), (2, 1, 1), (1024, 1, 1))
+    assert caught.value.kind == kind or (kind is None and caught.value.kind in ("race", "uninitialised read"))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (f"{BARRIER}\n\n        mma_op.mma(Xs, Ws);", "mma_op.mma(Xs, Ws);"),
+        (f"{BARRIER}\n        loader_x.load_unsafe();", "loader_x.load_unsafe();"),
+    ],
+)
+def test_missing_barrier_planted_in_qmm(cache_dir: Path, old: str, new: str) -> None:
+    text = (mlx_include() / "mlx/backend/metal/kernels/quantized.h").read_text()
+    instance = 'instantiate_kernel("k", affine_qmm_t, float, 64, 4, true, false)\n'
+    before = HEADERS[: HEADERS.index("quantized.h")]
+    assert old in text
+    source = include(*before) + text.replace(old, new) + instance
+    library = compile_library(source, include_dirs=(mlx_include(),), cache_dir=cache_dir)
+    w, s, b = quantized(32, 128, 64, 4, mx.float32)
+    x = mx.random.normal((32, 128))
+    sizes = (np.int32(128), np.int32(32), np.int32(32))
+    values = [w, s, b, x, ..., *sizes, *NO_BATCH, *NO_BATCH, *[NO_BATCH[2]] * 2]
+    with pytest.raises(MetalFault, match=r"[XW]s\[") as caught:
+        launch(library, "k", values, ((32, 32), mx.float32), (1, 1, 1), (32, 2, 2))
+    assert caught.value.kind in ("race", "uninitialised read")
 
 
 def test_wrong_lane_planted_in_qmv_shows_in_the_result(cache_dir: Path) -> None:

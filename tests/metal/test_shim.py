@@ -222,6 +222,7 @@ def test_costs(cache_dir: Path) -> None:
     whole, strided, one, y = (report.buffer(n) for n in ("whole", "strided", "one", "y"))
     assert (whole.thread_read, whole.simd_read, whole.unique_read, whole.coalescing) == (256, 256, 256, 1.0)
     assert (strided.unique_read, strided.line_bytes, strided.coalescing) == (256, 64 * 64, 4 / 64)
+    assert (whole.line_use, strided.line_use, one.line_use) == (1.0, 4 / 64, 4 / 32)
     assert (one.thread_read, one.simd_read, one.unique_read) == (256, 8, 4)
     assert (y.simd_written, y.unique_written, y.simd_read, y.coalescing) == (256, 256, 0, 1.0)
     with pytest.raises(KeyError, match="there are whole, strided, one, y"):

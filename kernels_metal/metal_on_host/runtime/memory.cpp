@@ -187,6 +187,11 @@ void mtl_buffer_cost(u32 slot, Cost* out) {
     out->unique_read += buffer.touched[i] & 1;
     out->unique_written += buffer.touched[i] >> 1;
   }
+  for (u64 line = 0; buffer.touched && line < buffer.bytes; line += 64) {
+    bool any = false;
+    for (u64 i = line; i < line + 64 && i < buffer.bytes; i++) any |= buffer.touched[i] != 0;
+    out->unique_lines += any;
+  }
 }
 
 // The first byte that nobody wrote, or -1.

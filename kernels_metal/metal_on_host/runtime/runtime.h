@@ -72,6 +72,7 @@ struct Cost {
   u64 lines;                        // 64-byte lines touched, summed over simdgroup accesses
   u64 accesses;                     // simdgroup accesses
   u64 unique_read, unique_written;
+  u64 unique_lines;                 // 64-byte lines of which any byte was touched
 };
 
 struct Buffer {
