@@ -44,6 +44,7 @@ FAULT_KINDS = (
     "wrong lane",
     "threadgroup memory limit",
     "access limit",
+    "undefined arithmetic",
     "unwritten output",
     "schedule dependence",
 )

@@ -35,8 +35,8 @@ class BufferCost:
 
     @property
     def line_use(self) -> float:
-        """Distinct bytes over the bytes of the distinct 64-byte lines touched: 1.0 where a cache that keeps lines
-        until they are used up fetches nothing in vain. The ends of a buffer count in full."""
+        """Distinct bytes over the bytes of the distinct 64-byte lines touched: 1.0 where a cache that keeps
+        lines until they are used up fetches nothing in vain."""
         touched = min(self.unique_line_bytes, self.bytes)
         return max(self.unique_read, self.unique_written) / touched if touched else 1.0
 

@@ -51,7 +51,7 @@ _INSTRUMENT = (
     "-Xclang",
     "-fbfloat16-excess-precision=none",
     "-gline-tables-only",
-    "-fsanitize=thread",
+    "-fsanitize=thread,array-bounds,integer-divide-by-zero",
     "-mllvm",
     "-tsan-instrument-read-before-write=1",
     "-mllvm",

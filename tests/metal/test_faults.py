@@ -21,9 +21,17 @@ FAULTS = [
     ),
     ("out of bounds", "y[i] = x[int(i) - 1];", r"x\[-1\] \(byte -4 of 256\); thread \(0, 0, 0\)"),
     ("out of bounds", "y[i + 1] = 0;", r"write of 4 bytes at y\[64\]"),
-    ("out of bounds", f"{SHARED} s[i] = 0; {BARRIER} y[i] = s[i + 1];", r"s\[64\]"),
+    ("out of bounds", f"{SHARED} s[i] = 0; {BARRIER} y[i] = s[i + 1];", r"index 64 of an array"),
     ("out of bounds", "y[i] = 0; ((device float*)0x1000ul)[i] = 1;", "address 0x1000"),
     ("out of bounds", "y[i] = x[i * 100000000u];", r"x\["),
+    (
+        "out of bounds",
+        "float a[4] = {1, 2, 3, 4}; y[i] = a[i / 8];",
+        r"index 4 of an array of type '__private float\[4\]'.*body.metal:2",
+    ),
+    ("out of bounds", f"{SHARED} threadgroup float* p = s; s[i] = 0; {BARRIER} y[i] = p[i + 1];", r"s\[64\]"),
+    ("out of bounds", "threadgroup float t[4][33]; t[i % 4][i] = 0; y[i] = 0;", r"index 33 of an array"),
+    ("undefined arithmetic", "y[i] = 7 / int(i);", "an integer division by zero"),
     ("race", f"{SHARED} s[0] = i; {BARRIER} y[i] = s[0];", "two writes; the other by thread"),
     (
         "race",

@@ -30,7 +30,7 @@ inline constexpr u32 kSlots = kMaxBuffers + kMaxArrays;
 // Python's errors.FAULT_KINDS has this order.
 enum class Fault : i32 {
   none, out_of_bounds, race, uninitialised, misaligned, input_write, divergent_barrier, divergent_simd, wrong_lane,
-  threadgroup_limit, access_limit
+  threadgroup_limit, access_limit, arithmetic
 };
 
 // The shim's enum mtl_simd_op has this order.
