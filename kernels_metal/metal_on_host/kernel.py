@@ -184,6 +184,6 @@ def _triple(values: Sequence[int]) -> Triple:
 def _output(name: str, shape: Sequence[int], dtype: mx.Dtype, init_value: float | None) -> Argument:
     if init_value is None:
         size = int(np.prod(tuple(shape), dtype=np.int64)) * dtype.size
-        return Argument(name, np.empty(size, np.uint8), dtype.size, True, False, True)
+        return Argument(name, np.empty(size, np.uint8), dtype.size, is_written=True, is_initialised=False)
     data, _ = to_bytes(mx.full(tuple(shape), init_value, dtype=dtype), make_contiguous=True)
-    return Argument(name, data, dtype.size, True, True, True)
+    return Argument(name, data, dtype.size, is_written=True)

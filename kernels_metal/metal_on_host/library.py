@@ -17,10 +17,11 @@ from typing import Any
 import mlx.core as mx
 
 from metal_on_host import machine, toolchain
+from metal_on_host.entries import Entry, Kernel, Parameter
 from metal_on_host.errors import MetalSourceError
 from metal_on_host.machine import Argument, Loaded, Settings, Target, Triple
 from metal_on_host.report import Report
-from metal_on_host.rewrite import Entry, Kernel, Parameter, rewrite
+from metal_on_host.rewrite import rewrite
 
 
 @cache

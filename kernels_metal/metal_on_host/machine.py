@@ -112,7 +112,6 @@ class Argument:
     item_size: int
     is_written: bool = False
     is_initialised: bool = True
-    is_output: bool = False
     is_counted: bool = True
 
 

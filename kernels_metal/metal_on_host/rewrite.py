@@ -9,48 +9,14 @@ literals, and the `thread` qualifier of constructors. Entry points of the kernel
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from metal_on_host.entries import ATTRIBUTES, Entry, Kernel, Parameter, entry_code
 from metal_on_host.errors import MetalSourceError
+from metal_on_host.tokens import Token, TokenText, tokenize
 
-ATTRIBUTES = (
-    "dispatch_quadgroups_per_threadgroup",
-    "dispatch_simdgroups_per_threadgroup",
-    "dispatch_threads_per_threadgroup",
-    "grid_origin",
-    "grid_size",
-    "quadgroup_index_in_threadgroup",
-    "quadgroups_per_threadgroup",
-    "simdgroup_index_in_threadgroup",
-    "simdgroups_per_threadgroup",
-    "thread_execution_width",
-    "thread_index_in_quadgroup",
-    "thread_index_in_simdgroup",
-    "thread_index_in_threadgroup",
-    "thread_position_in_grid",
-    "thread_position_in_threadgroup",
-    "threadgroup_position_in_grid",
-    "threadgroups_per_grid",
-    "threads_per_grid",
-    "threads_per_simdgroup",
-    "threads_per_threadgroup",
-)
-"""In the order of the runtime's `enum Attribute`."""
-
-_TOKEN = re.compile(
-    r"""(?P<marker>^[ \t]*\#[^\n]*)
-      | (?P<space>\s+)
-      | (?P<name>[A-Za-z_]\w*)
-      | (?P<number>\.?\d(?:[eEpP][+-]|[\w.])*)
-      | (?P<string>"(?:\\.|[^"\\])*")
-      | (?P<char>'(?:\\.|[^'\\])*')
-      | (?P<op>::|->|\.)
-      | (?P<punct>.)""",
-    re.VERBOSE | re.MULTILINE,
-)
-_MARKER = re.compile(r'\s*#\s*(?:line\s+)?(\d+)\s+"((?:\\.|[^"\\])*)"')
 _LITERAL = re.compile(r"(?i)^(\d*\.?\d*(?:e[+-]?\d+)?)(h|bf)$")
 _SCALARS = frozenset(
     ("char", "uchar", "short", "ushort", "int", "uint", "long", "ulong", "_Float16", "float", "bfloat")
@@ -64,48 +30,6 @@ _NOT_FUNCTIONS = frozenset(
 _NOT_TYPES = frozenset(("return", "typedef", "using", "auto", "case", "goto", "delete", "else"))
 _METHOD_WORDS = frozenset(("const", "__private", "__global", "__local", "constant", "__constant"))
 AUTHOR_FILES = ("/header.metal", "/body.metal")
-_OPEN = {"(": ")", "[": "]", "{": "}", "<": ">"}
-
-
-@dataclass(frozen=True, slots=True)
-class Parameter:
-    """A kernel parameter: a buffer (`index`) or a position (`attribute`)."""
-
-    name: str
-    type: str
-    index: int | None
-    attribute: str | None
-
-    @property
-    def is_reference(self) -> bool:
-        return self.type.endswith("&")
-
-    @property
-    def is_written(self) -> bool:
-        return "__global" in self.type and "const" not in self.type.split()
-
-
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """A kernel function; `template` is its template parameter list without the brackets, or None."""
-
-    name: str
-    template: str | None
-    parameters: tuple[Parameter, ...]
-
-    @property
-    def buffers(self) -> tuple[Parameter, ...]:
-        return tuple(sorted((p for p in self.parameters if p.index is not None), key=lambda p: p.index or 0))
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """An instantiation that can be launched: `symbol` in the shared object runs `expression`."""
-
-    host_name: str
-    kernel: Kernel
-    expression: str
-    symbol: str
 
 
 @dataclass(slots=True)
@@ -117,27 +41,6 @@ class Rewritten:
     entries: list[Entry]
 
 
-@dataclass(slots=True)
-class _Token:
-    kind: str
-    text: str
-    line: int
-    file: str
-
-
-def _tokens(text: str) -> list[_Token]:
-    tokens: list[_Token] = []
-    line, file = 1, "<source>"
-    for match in _TOKEN.finditer(text):
-        kind, part = match.lastgroup or "punct", match.group()
-        tokens.append(_Token(kind, part, line, file))
-        marker = _MARKER.match(part) if kind == "marker" else None
-        if marker:
-            line, file = int(marker.group(1)) - 1, marker.group(2)
-        line += part.count("\n")
-    return tokens
-
-
 def rewrite(text: str, function_constants: Mapping[str, bool | int | float] | None = None) -> Rewritten:
     """Translates preprocessed Metal. Raises MetalSourceError with file and line for what Metal refuses."""
     preamble, author = _split_at_author(text)
@@ -145,10 +48,10 @@ def rewrite(text: str, function_constants: Mapping[str, bool | int | float] | No
     out = ""
     if author:
         out, known = _rewritten_preamble(preamble)
-    rewriter = _Rewriter(_tokens(author or preamble), function_constants or {}, known)
+    rewriter = _Rewriter(tokenize(author or preamble), function_constants or {}, known)
     rewriter.run()
     entries = rewriter.entries()
-    return Rewritten(out, f"{rewriter.text()}\n{_entry_code(entries)}", entries)
+    return Rewritten(out, f"{rewriter.text()}\n{entry_code(entries)}", entries)
 
 
 def _split_at_author(text: str) -> tuple[str, str]:
@@ -159,7 +62,7 @@ def _split_at_author(text: str) -> tuple[str, str]:
 
 @lru_cache(maxsize=4)
 def _rewritten_preamble(text: str) -> tuple[str, _Known]:
-    rewriter = _Rewriter(_tokens(text), {}, _Known())
+    rewriter = _Rewriter(tokenize(text), {}, _Known())
     rewriter.run()
     return rewriter.text(), rewriter.known
 
@@ -173,11 +76,11 @@ class _Known:
     kernels: dict[str, Kernel] = field(default_factory=dict)
 
 
-class _Rewriter:
+class _Rewriter(TokenText):
     def __init__(
-        self, tokens: list[_Token], constants: Mapping[str, bool | int | float], known: _Known
+        self, tokens: list[Token], constants: Mapping[str, bool | int | float], known: _Known
     ) -> None:
-        self.tokens = tokens
+        super().__init__(tokens)
         self.constants = constants
         self.known = _Known(set(known.vectors), set(known.classes), dict(known.kernels))
         self.wanted: list[tuple[str, str]] = []
@@ -199,76 +102,6 @@ class _Rewriter:
 
     def text(self) -> str:
         return "".join(token.text for token in self.tokens)
-
-    # Moving about: significant tokens only, brackets matched.
-
-    def _next(self, i: int) -> int:
-        i += 1
-        while i < len(self.tokens) and (
-            self.tokens[i].kind in ("space", "marker") or not self.tokens[i].text
-        ):
-            i += 1
-        return i
-
-    def _previous(self, i: int) -> int:
-        i -= 1
-        while i >= 0 and (self.tokens[i].kind in ("space", "marker") or not self.tokens[i].text):
-            i -= 1
-        return i
-
-    def _at(self, i: int) -> str:
-        return self.tokens[i].text if 0 <= i < len(self.tokens) else ""
-
-    def _close(self, i: int) -> int:
-        """The index of the bracket that closes the one at `i`."""
-        opening, closing = self._at(i), _OPEN[self._at(i)]
-        depth = 0
-        angle = opening == "<"
-        while i < len(self.tokens):
-            text = self.tokens[i].text
-            if angle and text in ("(", "["):
-                i = self._close(i)
-            elif text == opening:
-                depth += 1
-            elif text == closing:
-                depth -= 1
-                if depth == 0:
-                    return i
-            i += 1
-        raise MetalSourceError(f"unbalanced {opening}")
-
-    def _blank(self, start: int, end: int) -> None:
-        """Removes tokens but keeps their line breaks."""
-        for token in self.tokens[start:end]:
-            if token.kind == "space":
-                token.text = "\n" * token.text.count("\n") or " "
-            elif token.kind != "marker":
-                token.text = ""
-
-    def _text(self, start: int, end: int) -> str:
-        parts = (" " if t.kind in ("space", "marker") else t.text for t in self.tokens[start:end])
-        return re.sub(r"\s+", " ", "".join(parts)).strip()
-
-    def _names(self, name: str) -> Iterator[int]:
-        return (i for i, token in enumerate(self.tokens) if token.kind == "name" and token.text == name)
-
-    def _split(self, start: int, end: int) -> list[tuple[int, int]]:
-        """Top-level comma separated ranges."""
-        parts, begin, i = [], start, start
-        while i < end:
-            text = self.tokens[i].text
-            if text in ("(", "[", "{") or (text == "<" and self.tokens[self._previous(i)].kind == "name"):
-                i = self._close(i)
-            elif text == ",":
-                parts.append((begin, i))
-                begin = i + 1
-            i += 1
-        if self._text(begin, end):
-            parts.append((begin, end))
-        return parts
-
-    def _where(self, i: int) -> str:
-        return f"{self.tokens[i].file}:{self.tokens[i].line}"
 
     # What clang takes and Metal refuses: pointers and references of no address space, in the author's text.
 
@@ -539,16 +372,6 @@ class _Rewriter:
                 if self._at(name) in self.known.classes:
                     self.tokens[i].text = ""
 
-    def _open(self, i: int) -> int:
-        """The index of the parenthesis that the one at `i` closes."""
-        depth = 0
-        while i >= 0:
-            depth += (self._at(i) == ")") - (self._at(i) == "(")
-            if depth == 0:
-                return i
-            i -= 1
-        raise MetalSourceError("unbalanced )")
-
     def _vector_constructors(self) -> None:
         for i, token in enumerate(self.tokens):
             if token.kind != "name" or self._at(self._previous(i)) in ("operator", "struct", "class", "~"):
@@ -621,53 +444,3 @@ class _Rewriter:
             if kernel.template is None:
                 entries.append(Entry(kernel.name, kernel, kernel.name, f"mtl_entry_{len(entries)}"))
         return entries
-
-
-def _entry_code(entries: list[Entry]) -> str:
-    lines = ['# 1 "<entry points>"']
-    for entry in entries:
-        kernel = entry.kernel
-        if kernel.template is not None and not any(
-            kernel is e.kernel for e in entries[: entries.index(entry)]
-        ):
-            lines.append(
-                f"template <{kernel.template}> inline void mtl_call_{kernel.name}() {{ {_call(kernel)} }}"
-            )
-        body = _call(kernel) if kernel.template is None else f"mtl_call_{entry.expression}();"
-        lines.append(f'extern "C" void {entry.symbol}() {{ {body} }}')
-    return "\n".join(lines) + "\n"
-
-
-def _call(kernel: Kernel) -> str:
-    arguments = []
-    for p in kernel.parameters:
-        if p.index is not None:
-            kind = p.type[:-1] + "*" if p.is_reference else p.type
-            arguments.append(f"{'*' if p.is_reference else ''}(({kind})mtl_argument({p.index}))")
-        else:
-            arguments.append(_attribute(p))
-    names = "" if kernel.template is None else f"<{', '.join(_template_names(kernel.template))}>"
-    return f"{kernel.name}{names}({', '.join(arguments)});"
-
-
-def _attribute(parameter: Parameter) -> str:
-    match = re.fullmatch(r"(?:const )?(u?int|u?short)([23]?)", parameter.type)
-    if match is None or parameter.attribute is None:
-        raise MetalSourceError(f"kernel parameter `{parameter.name}` of type {parameter.type} is no position")
-    which = ATTRIBUTES.index(parameter.attribute)
-    axes = ", ".join(
-        f"({match.group(1)})mtl_attribute({which}, {axis})" for axis in range(int(match.group(2) or 1))
-    )
-    return f"{match.group(1)}{match.group(2)}{{{axes}}}"
-
-
-def _template_names(template: str) -> list[str]:
-    names, depth, part = [], 0, ""
-    for character in template + ",":
-        depth += (character in "<(") - (character in ">)")
-        if character == "," and depth == 0:
-            names.append(re.split(r"\s*=", part)[0].split()[-1])
-            part = ""
-        else:
-            part += character
-    return names

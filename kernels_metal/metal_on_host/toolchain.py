@@ -166,7 +166,7 @@ def build_runtime(folder: Path) -> Path:
 def fingerprint() -> str:
     """A hash of the compiler's version, the shim, the runtime and the rewriter: part of every cache key."""
     digest = hashlib.sha256(version("ziglang").encode())
-    for file in sorted([*SHIM.iterdir(), *RUNTIME.iterdir(), HERE / "rewrite.py", HERE / "toolchain.py"]):
+    for file in sorted([*SHIM.iterdir(), *RUNTIME.iterdir(), *HERE.glob("*.py")]):
         if file.is_file():
             digest.update(file.name.encode())
             digest.update(file.read_bytes())

@@ -70,7 +70,8 @@ def launch(
 ) -> tuple[mx.array, Report]:
     """Runs with `values` bound in order; `...` stands for the output."""
     shape, dtype = output
-    out = Argument("out", np.empty(int(np.prod(shape)) * dtype.size, np.uint8), dtype.size, True, False, True)
+    data = np.empty(int(np.prod(shape)) * dtype.size, np.uint8)
+    out = Argument("out", data, dtype.size, is_written=True, is_initialised=False)
     names = [p.name for p in library.entry(name).kernel.buffers]
     arguments = [bind(n, out if v is ... else v) for n, v in zip(names, values, strict=True)]
     grid = (groups[0] * threadgroup[0], groups[1] * threadgroup[1], groups[2] * threadgroup[2])

@@ -299,7 +299,7 @@ void mtl_barrier(i32 scope, u32 flags, i32 line, const char* file) {
 
 u32 mtl_lane() { return machine.current->index % kLanes; }
 
-// Python's rewrite.ATTRIBUTES has this order.
+// Python's entries.ATTRIBUTES has this order.
 u32 mtl_attribute(i32 which, i32 axis) {
   const Fiber& f = *machine.current;
   const u32* grid = machine.launch->grid;

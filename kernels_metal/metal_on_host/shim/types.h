@@ -283,8 +283,6 @@ constexpr To mtl_cast(From x) {
 }
 
 // What the rewritten `float4(...)` and `vec<T, N>(...)` call: Metal's vector constructors, which convert each element.
-template <typename V>
-struct mtl_vector_traits;
 template <typename T, int N>
 struct mtl_shape {
   typedef T element;
