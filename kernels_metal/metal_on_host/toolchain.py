@@ -77,7 +77,8 @@ def run_zig(tool: str, arguments: Sequence[str], *, stdin: str = "") -> str:
     command = [str(zig()), tool, *arguments]
     done = subprocess.run(command, input=stdin, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        words = "\n".join(line for line in done.stderr.splitlines() if ": warning: " not in line)
+        noise = (": warning: ", "In file included from ")
+        words = "\n".join(line for line in done.stderr.splitlines() if not any(n in line for n in noise))
         raise MetalSourceError(words.strip() or f"zig {tool} ended with {done.returncode}")
     return done.stdout + done.stderr
 

@@ -204,6 +204,77 @@ def test_function_of_the_header_and_a_template(run_body: RunBody) -> None:
     assert y.tolist() == [6.0] * 9
 
 
+@pytest.mark.parametrize(
+    ("body", "header", "expected"),
+    [
+        ("y[i] = t[3];", "constant float t[4] = {1, 2, 3, 5};\n", 5),
+        (
+            "y[i] = t[2] + K;",
+            "static constant constexpr float t[4] = {1, 2, 3, 5};\nconstexpr constant int K = 4;\n",
+            7,
+        ),
+        (
+            "float a[4]; f(a); y[i] = a[3];",
+            "template <int N> void f(thread float (&a)[N]) { a[3] = N; }\n",
+            4,
+        ),
+        ("float a[4]; f(a); y[i] = a[3];", "void f(thread float* a) { a[3] = 9; }\n", 9),
+        ("uint4 v = reinterpret_cast<const device uint4*>(x)[0]; y[i] = as_type<float>(v[3]);", "", 3),
+        ("float4 f = as_type<float4>(((const device uint4*)x)[0]); y[i] = f[1];", "", 1),
+        ("auto f = [&](float a) { return a * x[2]; }; y[i] = f(4);", "", 8),
+        ("float s = 0;\n#pragma unroll\nfor (int k = 0; k < 4; k++) s += k;\ny[i] = s;", "", 6),
+        (
+            "y[i] = U<half>::v * 10 + U<float>::v;",
+            "template <typename T> struct U { static constexpr constant int v = 1; };\n"
+            "template <> struct U<half> { static constexpr constant int v = 2; };\n",
+            21,
+        ),
+        (
+            "half4 v = half4(x[1], 1, 2, 3); v *= half(2); v = v + half4(1); y[i] = dot(float4(v), float4(1));",
+            "",
+            18,
+        ),
+        ("vec<bfloat, 4> v = vec<bfloat, 4>(bfloat(x[1])); float4 f = float4(v); y[i] = f.x + f.w;", "", 2),
+        ("float4 v = 0; v.xy = float2(1, 2); v.zw += 3.0f; y[i] = v.x + v.y + v.z + v.w;", "", 9),
+        (
+            "P p; p.v = float2(2, 3); P q = p; y[i] = q.sum();",
+            "struct P { float2 v; float sum() const thread { return v.x + v.y; } };\n",
+            5,
+        ),
+        (
+            "threadgroup float s[1]; s[0] = 3; y[i] = g(x + 2) + g(s);",
+            "float g(const device float* p) { return *p; }\n"
+            "float g(const threadgroup float* p) { return *p * 10; }\n",
+            32,
+        ),
+        (
+            "threadgroup float s[1]; s[0] = 3; y[i] = g(x + 2) + g(s);",
+            "template <typename P> float g(P p) { return *p; }\n",
+            5,
+        ),
+        ("float4 v = select(float4(1), float4(2), float4(4) > 3.0f); y[i] = v.x;", "", 2),
+        ("threadgroup half s[2][9]; s[1][8] = 6; y[i] = s[1][8];", "", 6),
+        ("threadgroup P s[4]; s[3].a = 6; y[i] = s[3].a;", "struct P { int a; };\n", 6),
+        (
+            "threadgroup atomic_uint c; atomic_store_explicit(&c, 2, memory_order_relaxed);"
+            "y[i] = atomic_fetch_add_explicit(&c, 1, memory_order_relaxed) * 10;"
+            "y[i] += atomic_load_explicit(&c, memory_order_relaxed);",
+            "",
+            23,
+        ),
+        ("union { uint u; float f; } z; z.f = 1; y[i] = z.u >> 23;", "", 127),
+        ("packed_float3 p = float3(1, 2, 3); float3 q = p; y[i] = q.z + p[0];", "", 4),
+        ("int local = 3, global = 4; y[i] = local + global;", "", 7),
+        ("y[i] = float(mulhi(0x80000000u, 4u) + uint(mad24(1, 2, 3)));", "", 7),
+        ("bfloat b = static_cast<bfloat>(half(1.5h)); y[i] = float(b) + float(bfloat(half(2)));", "", 3.5),
+    ],
+)
+def test_constructs_that_kernels_use(run_body: RunBody, body: str, header: str, expected: float) -> None:
+    x = mx.arange(8).astype(mx.float32)
+    y = run_body(body, x, header=header, threads=1, output=((1,), mx.float32))
+    assert y.item() == expected
+
+
 def test_costs(cache_dir: Path) -> None:
     host = Host(Settings(cache_dir=cache_dir))
     body = """

@@ -206,6 +206,10 @@ inline ulong clz(ulong x) { return x == 0 ? 64 : __builtin_clzl(x); }
 inline uint ctz(uint x) { return x == 0 ? 32 : __builtin_ctz(x); }
 inline int ctz(int x) { return x == 0 ? 32 : __builtin_ctz(uint(x)); }
 inline ulong ctz(ulong x) { return x == 0 ? 64 : __builtin_ctzl(x); }
+inline int mad24(int x, int y, int z) { return x * y + z; }
+inline uint mad24(uint x, uint y, uint z) { return x * y + z; }
+inline int mul24(int x, int y) { return x * y; }
+inline uint mul24(uint x, uint y) { return x * y; }
 inline uint reverse_bits(uint x) { return __builtin_bitreverse32(x); }
 
 template <typename T>

@@ -80,6 +80,7 @@ template <typename D, typename A, typename B>
 MTL_CONVERGENT void simdgroup_multiply(
     thread simdgroup_matrix<D, 8, 8>& d, const thread simdgroup_matrix<A, 8, 8>& a,
     const thread simdgroup_matrix<B, 8, 8>& b, MTL_SITE) {
-  simdgroup_multiply_accumulate(d, a, b, make_filled_simdgroup_matrix<D, 8, 8>(D(0)), line, file);
+  simdgroup_matrix<D, 8, 8> zero = make_filled_simdgroup_matrix<D, 8>(D(0));
+  simdgroup_multiply_accumulate(d, a, b, zero, line, file);
 }
 }  // namespace metal
