@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from metal_on_host import Host, Settings
+from metal_on_host import Host, MetalSourceError, Settings
 from tests.metal.conftest import RunBody
 
 LANES = np.arange(32)
@@ -19,7 +19,7 @@ def lanes(body: str, run_body: RunBody, dtype: mx.Dtype = mx.float32) -> list[fl
     return run_body(f"y[i] = {body};", mx.array(VALUES).astype(dtype)).astype(mx.float32).tolist()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16, mx.int32, mx.int8, mx.int64])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16, mx.int32, mx.int8])
 @pytest.mark.parametrize(
     ("call", "expected"),
     [
@@ -36,9 +36,13 @@ def lanes(body: str, run_body: RunBody, dtype: mx.Dtype = mx.float32) -> list[fl
     ],
 )
 def test_simd_functions(run_body: RunBody, dtype: mx.Dtype, call: str, expected: np.ndarray) -> None:  # type: ignore[type-arg]
-    if dtype == mx.int64 and "shuffle" not in call:
-        pytest.skip("Metal reduces up to 32 bits")
     assert lanes(call, run_body, dtype) == expected.tolist()
+
+
+def test_lanes_exchange_32_bits_and_mlx_adds_64_by_shuffles(run_body: RunBody) -> None:
+    assert lanes("simd_shuffle(x[i], 31 - i % 32)", run_body, mx.int64) == VALUES[::-1].tolist()
+    with pytest.raises(MetalSourceError, match="lanes exchange up to 32 bits"):
+        lanes("simd_sum(x[i])", run_body, mx.int64)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +234,7 @@ def test_function_of_the_header_and_a_template(run_body: RunBody) -> None:
             21,
         ),
         (
-            "half4 v = half4(x[1], 1, 2, 3); v *= half(2); v = v + half4(1); y[i] = dot(float4(v), float4(1));",
+            "half4 v = half4(x[1], 1, 2, 3); v = v * half(2) + half4(1); y[i] = dot(float4(v), float4(1));",
             "",
             18,
         ),

@@ -73,6 +73,7 @@ METAL_FUNC T mtl_from_bits(ulong x) {
 
 template <typename T>
 MTL_CONVERGENT T mtl_lanes(int op, int width, T value, T fill, uint lane, uint modulo, int line, const constant char* file) {
+  static_assert(sizeof(T) <= 4 * mtl_type<T>::count + 4 * (mtl_type<T>::count == 3), "lanes exchange up to 32 bits");
   if constexpr (mtl_type<T>::count == 1) {
     return mtl_from_bits<T>(
         mtl_simd(op, mtl_type<T>::code, width, mtl_bits(value), mtl_bits(fill), lane, modulo, line, file));
