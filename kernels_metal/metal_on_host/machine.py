@@ -90,7 +90,8 @@ class Settings:
     results must agree bit by bit unless `is_order_free`. `divergent_simd` lets lanes of a simdgroup be in
     different simdgroup functions (Metal then takes the active lanes) instead of reporting it.
     `writable_inputs` names inputs that a kernel may write through (their arrays change).
-    `may_leave_unwritten` names outputs that need not be written whole.
+    `may_leave_unwritten` names outputs that need not be written whole. `slice_offset` is the number of
+    elements by which every input starts beyond a page boundary, as a slice of a larger array does.
     """
 
     seeds: tuple[int, ...] = (0, 1)
@@ -99,6 +100,7 @@ class Settings:
     is_order_free: bool = False
     writable_inputs: frozenset[str] = frozenset()
     may_leave_unwritten: frozenset[str] = frozenset()
+    slice_offset: int = 0
     access_limit: int = 1 << 40
     cache_dir: Path | None = None
 
@@ -276,7 +278,10 @@ class _Run:
             argument = Argument("(not bound)", np.empty(0, np.uint8), 1, is_counted=False)
         flags = _WRITABLE * argument.is_written + _INITIALISED * argument.is_initialised
         flags += _COUNTED * (count and argument.is_counted)
-        address = self.runtime.mtl_add_buffer(argument.name.encode(), argument.data.nbytes, flags, 0)
+        is_sliced = argument.is_initialised and argument.is_counted
+        offset = self.settings.slice_offset * argument.item_size if is_sliced else 0
+        size = argument.data.nbytes
+        address = self.runtime.mtl_add_buffer(argument.name.encode(), size, flags, offset)
         if not address:
             raise MetalHostError(
                 f"{self.name}: no memory for buffer {argument.name} of {argument.data.nbytes} bytes"

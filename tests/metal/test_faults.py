@@ -164,6 +164,11 @@ def test_result_that_depends_on_the_schedule(run_body: RunBody) -> None:
     run_body(ticket, **call, settings={"is_order_free": True})
 
 
+def test_thread_variable_never_written_is_no_number(run_body: RunBody) -> None:
+    y = run_body("float a[2]; if (x[i] > 0) a[i % 2] = 1; y[i] = a[0];", mx.zeros((8,)))
+    assert mx.isnan(y).all().item()
+
+
 def test_output_may_be_left_unwritten_by_name(run_body: RunBody) -> None:
     run_body("if (i != 7) y[i] = 0;", mx.zeros((64,)), settings={"may_leave_unwritten": frozenset({"y"})})
 

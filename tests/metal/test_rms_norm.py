@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from metal_on_host import Host, MetalFault, MetalHostError, MetalSourceError
+from metal_on_host import Host, MetalFault, MetalHostError, MetalSourceError, Settings
 from mlxserve_kernels import metal_kernels
 from mlxserve_kernels.metal_kernels import MetalKernels
 
@@ -52,6 +54,21 @@ def test_non_contiguous_rows(host: Host) -> None:
     y, _ = MetalKernels(host.metal_kernel).add_rms_norm(x[::2, ::4].T, residual[::2, ::4].T, w, 1e-5)
     expected = mx.fast.rms_norm((x + residual)[::2, ::4].T, w, 1e-5)
     assert np.allclose(np.array(y), np.array(expected), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("size", "offset"), [(64, 4), (63, 1)])
+def test_slices_that_start_where_they_may(cache_dir: Path, size: int, offset: int) -> None:
+    host = Host(Settings(cache_dir=cache_dir, slice_offset=offset))
+    x, residual, w = operands(2, size, mx.float16, mx.float16)
+    MetalKernels(host.metal_kernel).add_rms_norm(x, residual, w, 1e-5)
+
+
+def test_slice_that_starts_where_it_may_not(cache_dir: Path) -> None:
+    host = Host(Settings(cache_dir=cache_dir, slice_offset=2))
+    x, residual, w = operands(2, 64, mx.float16, mx.float16)
+    with pytest.raises(MetalFault) as caught:
+        MetalKernels(host.metal_kernel).add_rms_norm(x, residual, w, 1e-5)
+    assert caught.value.kind == "misaligned access"
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16])
