@@ -165,9 +165,10 @@ def build_runtime(folder: Path) -> Path:
 
 @cache
 def fingerprint() -> str:
-    """A hash of the compiler's version, the shim, the runtime and the rewriter: part of every cache key."""
+    """A hash of the compiler's version, the shim, the runtime and the translation: part of every cache key."""
     digest = hashlib.sha256(version("ziglang").encode())
-    for file in sorted([*SHIM.iterdir(), *RUNTIME.iterdir(), *HERE.glob("*.py")]):
+    translation = [HERE / f"{name}.py" for name in ("entries", "library", "rewrite", "tokens", "toolchain")]
+    for file in sorted([*SHIM.iterdir(), *RUNTIME.iterdir(), *translation]):
         if file.is_file():
             digest.update(file.name.encode())
             digest.update(file.read_bytes())
