@@ -165,7 +165,7 @@ def build_runtime(folder: Path) -> Path:
 
 @cache
 def fingerprint() -> str:
-    """A hash of the compiler's version, the shim, the runtime and the translation: part of every cache key."""
+    """A hash of the compiler's version, shim, runtime and translation: part of every cache key."""
     digest = hashlib.sha256(version("ziglang").encode())
     translation = [HERE / f"{name}.py" for name in ("entries", "library", "rewrite", "tokens", "toolchain")]
     for file in sorted([*SHIM.iterdir(), *RUNTIME.iterdir(), *translation]):
