@@ -290,14 +290,14 @@ def test_wrong_slots_are_found_at_evaluation(wrong: int, tmp_path: Path) -> None
     change = LowRank(mx.zeros((64, 4)), mx.zeros((4, 64)), 1.0)
     pages = new_pages(model)
     hidden, _ = stack(
+        pages.held(0, stack),
         mx.zeros((2, 64)),
         ints(0, 1),
         ints(0, 1),
         ints(0)[None],
         ints(0, 2),
         ints(2),
-        [layer.keys for layer in pages],
-        [layer.values for layer in pages],
+        pages[0].keys,
         adapters=StackAdapters(stack, [[{"q": change}, {}, {}]]),
         adapter_slots=ints(0, wrong),
     )

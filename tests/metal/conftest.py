@@ -1,0 +1,80 @@
+"""Metal on this machine: x86-64 Linux with the compiler of the `ziglang` wheel."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from metal_on_host import Host, Report, Settings, summary
+
+RunBody = Callable[..., mx.array]
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return True
+    return None
+
+
+@pytest.fixture(scope="session")
+def cache_dir(request: pytest.FixtureRequest) -> Path:
+    """Compiled kernels, kept from run to run by their content."""
+    return Path(request.config.cache.mkdir("metal_on_host"))  # type: ignore[union-attr]
+
+
+REPORTS: list[Report] = []
+"""Of every launch of a kernel of ours; `pytest -v` ends with their summary."""
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if REPORTS and terminalreporter.verbosity > 0:
+        terminalreporter.section("Metal kernels")
+        terminalreporter.write_line(summary(REPORTS))
+
+
+@pytest.fixture
+def host(cache_dir: Path) -> Iterator[Host]:
+    """Runs kernels of ours in three schedules."""
+    host = Host(Settings(cache_dir=cache_dir, seeds=(0, 1, 2)))
+    yield host
+    REPORTS.extend(host.reports)
+
+
+@pytest.fixture
+def run_body(cache_dir: Path) -> RunBody:
+    """Runs a body with an input `x` and an output `y` of its shape and dtype, x.size threads in one group."""
+
+    def run(
+        body: str,
+        x: mx.array,
+        *,
+        header: str = "",
+        threads: int | None = None,
+        threadgroup: int | None = None,
+        output: tuple[tuple[int, ...], mx.Dtype] | None = None,
+        settings: dict[str, Any] | None = None,
+        **call: Any,
+    ) -> mx.array:
+        host = Host(Settings(cache_dir=cache_dir, **(settings or {})))
+        kernel = host.metal_kernel(
+            "body", ["x"], ["y"], "uint i = thread_position_in_grid.x;\n" + body, header
+        )
+        n = threads or x.size
+        shape, dtype = output or (x.shape, x.dtype)
+        (y,) = kernel(
+            inputs=[x],
+            grid=(n, 1, 1),
+            threadgroup=(threadgroup or n, 1, 1),
+            output_shapes=[shape],
+            output_dtypes=[dtype],
+            **call,
+        )
+        return y
+
+    return run
