@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,13 @@ def usable_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def our_python() -> str:
+    """This one, where it has mlxserve, else that of ``.venv``, which may hold an older build."""
+    if find_spec("mlxserve") is None and VENV_PYTHON.is_file():
+        return str(VENV_PYTHON)
+    return sys.executable
+
+
 class Bench:
     """All sides, started and loaded."""
 
@@ -174,10 +182,7 @@ class Bench:
         self.gguf = gguf
         self._stack = stack
         self.loaded: dict[str, dict[str, Any]] = {}
-        ours = [
-            str(VENV_PYTHON) if VENV_PYTHON.is_file() else sys.executable,
-            str(SCRIPTS / "peer_mlxserve.py"),
-        ]
+        ours = [our_python(), str(SCRIPTS / "peer_mlxserve.py")]
         threads = {"MLXSERVE_THREADS": str(self.threads)}
         self.ours = self._start(OURS, ours, str(gguf), threads)
         self.variants = [

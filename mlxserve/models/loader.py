@@ -116,7 +116,6 @@ def load_model(folder: Path, *, fuse: bool = True) -> LoadedModel:
     module = _build(folder, config)
     dtype = _activation_dtype(module)
     use_kernels(module, dtype)
-    _convert_parameters(module, dtype)
     _evaluate_by_layer(module, dtype)
     try:
         with exact_products():
@@ -186,16 +185,15 @@ def _activation_dtype(module: nn.Module) -> mx.Dtype:
     return mx.bfloat16
 
 
-def _convert_parameters(module: nn.Module, dtype: mx.Dtype) -> None:
-    """Bring floating parameters to the dtype of the activations. On the CPU, dense matrices and the scales
-    of affine layers that our kernels read stay narrow, or become so where that is exact: the kernels widen
-    them, and fewer bytes are read a token."""
-    for _, layer in module.named_modules():
-        kept = _narrow_parameters(layer) if dtype == mx.float32 else ()
-        for name, array in list(layer.items()):
-            is_float = isinstance(array, mx.array) and mx.issubdtype(array.dtype, mx.floating)
-            if is_float and name not in kept:
-                layer[name] = array.astype(dtype)
+def _convert_parameters(layer: nn.Module, dtype: mx.Dtype) -> None:
+    """Bring a layer's own floating parameters to the dtype of the activations. On the CPU, dense matrices and
+    the scales of affine layers that our kernels read stay narrow, or become so where that is exact: the
+    kernels widen them, and fewer bytes are read a token."""
+    kept = _narrow_parameters(layer) if dtype == mx.float32 else ()
+    for name, array in list(layer.items()):
+        is_float = isinstance(array, mx.array) and mx.issubdtype(array.dtype, mx.floating)
+        if is_float and name not in kept:
+            layer[name] = array.astype(dtype)
 
 
 def _narrow_parameters(layer: nn.Module) -> tuple[str, ...]:
@@ -223,16 +221,23 @@ def _is_float16(array: mx.array) -> bool:
 
 
 def _evaluate_by_layer(module: nn.Module, dtype: mx.Dtype) -> None:
-    """Read the weights array by array into the memory that kernels read best, so that no more than one
-    array is held twice."""
-    for _, layer in module.named_modules():
+    """Read the weights layer by layer, as the kernels want them, into the memory that they read best: no more
+    than one layer is held twice. The largest come first, while little else is there."""
+    layers = [layer for _, layer in module.named_modules()]
+    for layer in sorted(layers, key=_own_bytes, reverse=True):
+        _convert_parameters(layer, dtype)
         if dtype == mx.float32:
             tile_weights(layer)
-        for name, array in list(layer.items()):
+        for name in list(layer):
             # Tiles are there already.
-            if isinstance(array, mx.array) and array.ndim and name != "tiles":
-                layer[name] = ops.resize_rows(array, array.shape[0])
+            if isinstance(layer[name], mx.array) and layer[name].ndim and name != "tiles":
+                layer[name] = ops.resize_rows(layer[name], layer[name].shape[0])
+        mx.clear_cache()
     mx.eval(module.parameters())
+
+
+def _own_bytes(layer: nn.Module) -> int:
+    return sum(value.nbytes for value in layer.values() if isinstance(value, mx.array))
 
 
 def _make_caches(module: nn.Module) -> list[Any]:

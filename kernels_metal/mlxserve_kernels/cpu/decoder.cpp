@@ -15,7 +15,7 @@ namespace mlxserve {
 namespace {
 
 constexpr long kColumns = 16;      // columns that one unit of work has at least, with few rows
-constexpr long kTileColumns = 32;  // columns of a unit, with many rows and all weights in tiles
+constexpr long kTileColumns = 32;  // columns of a unit, with several rows and all weights in tiles
 constexpr long kMaxRowsAhead = 64;    // rows of more work than their keys and values take time
 constexpr long kPartRows = 128;    // rows of a unit of work, with many
 
@@ -264,7 +264,9 @@ class Worker {
   // prepared for them.
   template <class Body>
   void columns(std::initializer_list<long> widths, Body&& body) {
-    long step = run_.is_few() ? kColumns : is_for_tiles_ ? kTileColumns : use_.panel_cols;
+    // Tiles are read in pairs by more rows than one.
+    const bool is_paired = is_for_tiles_ && rows_ > 1;
+    long step = is_paired ? kTileColumns : run_.is_few() ? kColumns : use_.panel_cols;
     long parts = run_.is_few() ? 1 : (rows_ + kPartRows - 1) / kPartRows, panels = 0;
     for (long width : widths) panels += (width + step - 1) / step;
     share(panels * parts, [&](long begin, long end) {

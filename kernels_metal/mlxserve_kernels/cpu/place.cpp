@@ -15,6 +15,7 @@ namespace {
 
 constexpr std::size_t kLargePage = std::size_t{2} << 20;
 constexpr std::size_t kChunk = 16 * kLargePage;
+constexpr std::size_t kSmallPage = 4096;
 constexpr std::size_t kLine = 64;
 
 std::size_t round_up(std::size_t value, std::size_t step) { return (value + step - 1) / step * step; }
@@ -30,8 +31,8 @@ class Chunk {
     begin_ = next_ = base_ + (round_up(address, kLargePage) - address);
     end_ = begin_ + size;
 #if defined(MADV_HUGEPAGE)
-    // Where the system has none, small pages do.
-    madvise(begin_, size, MADV_HUGEPAGE);
+    // Where the system has none, small pages do; a rest of a large page takes no more of them than it needs.
+    madvise(begin_, size / kLargePage * kLargePage, MADV_HUGEPAGE);
 #endif
   }
   ~Chunk() { munmap(base_, mapped_); }
@@ -56,7 +57,7 @@ std::pair<char*, std::shared_ptr<Chunk>> take(std::size_t bytes) {
   static std::mutex mutex;
   static std::weak_ptr<Chunk> last;
   if (bytes > kChunk / 4) {
-    auto own = std::make_shared<Chunk>(round_up(bytes + 2 * kLine, kLargePage));
+    auto own = std::make_shared<Chunk>(round_up(bytes + 2 * kLine, kSmallPage));
     return {own->take(bytes), own};
   }
   std::lock_guard lock(mutex);

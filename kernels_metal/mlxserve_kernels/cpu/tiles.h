@@ -203,16 +203,19 @@ static void tile_block(const Weight& w, const char* tiles, const char* x, long x
     for (int t = 0; t < T; ++t) store(y + m * ld + t * kTile, sums[m][t]);
 }
 
-// Rows that share tiles leave memory idle after the first of them: these ask for the tiles behind, all of them for
-// keys and values. One row alone reads weights as fast as they come.
+// Rows that share tiles leave memory idle after the first of them: each four ask for their share of the tiles behind,
+// and for keys and values. One row alone reads weights as fast as they come.
 template <int P, bool IS_4BIT, int T>
 INLINE void tile_rows(const Weight& w, const char* tiles, bool is_last, const char* x, const MatmulTile& tile,
                       long rows, float* y) {
   const long x_row = w.k / XB * x_block_bytes(P), groups = w.k / w.group, bytes = T * groups * tile_group_bytes(w);
+  const long share = rows > 1 ? line_bytes(ceil_div(bytes, ceil_div(rows, 4))) : 0;
   for (long row = 0; row < rows; row += 4) {
     Fetch next, keys;
     if (rows > 1) {
-      if (row == 0 && !is_last) next = {tiles + bytes, tiles + 2 * bytes, line_bytes(T * tile_group_bytes(w))};
+      const long at = row / 4 * share;
+      if (!is_last && at < bytes)
+        next = {tiles + bytes + at, tiles + bytes + least(at + share, bytes), line_bytes(ceil_div(share, groups))};
       keys = next_of(tile.ahead, groups);
     }
     const char* from = x + row * x_row;
