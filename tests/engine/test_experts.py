@@ -71,7 +71,8 @@ def switch(module: nn.Module) -> nn.Module:
     """On our kernels, as the loader brings a model there."""
     holder = nn.Sequential(module)
     use_kernels(holder, mx.float32)
-    _convert_parameters(holder, mx.float32)
+    for _, layer in holder.named_modules():
+        _convert_parameters(layer, mx.float32)
     return module
 
 

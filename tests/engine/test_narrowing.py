@@ -20,7 +20,8 @@ def converted(kind: type[nn.Module], scale: float, bias: float) -> nn.Module:
     layer.scales, layer.biases = mx.full((64, 2), scale), mx.full((64, 2), bias)
     holder = nn.Sequential(layer)
     use_kernels(holder, mx.float32)
-    _convert_parameters(holder, mx.float32)
+    for _, layer in holder.named_modules():
+        _convert_parameters(layer, mx.float32)
     result: nn.Module = holder.layers[0]
     return result
 
