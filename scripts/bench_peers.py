@@ -284,7 +284,11 @@ def report(bench: Bench, figures: Figures, rates: list[dict[str, float]]) -> dic
         "read_gbps_small_pages": round(statistics.median(rate["small_pages"] for rate in rates) / 1e9, 2),
         "weight_bytes": ours["weight_bytes"],
         "versions": {name: loaded["version"] for name, loaded in bench.loaded.items()},
-        "environment": {key: value for key, value in os.environ.items() if key.startswith("MLXSERVE_")},
+        "environment": {
+            key: value
+            for key, value in os.environ.items()
+            if key.startswith("MLXSERVE_") and key != PEER_PYTHON_VARIABLE
+        },
         "variants": {variant.name: variant.environment for variant in bench.options.variant},
         "cases": cases,
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
 import mlx.core as mx
 import numpy as np
@@ -15,18 +14,6 @@ from mlxserve_kernels.dispatch import extension, num_threads
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 SCALES = (2.0, -0.5, 1.25)
-
-
-@pytest.fixture(params=["portable", "avx2", "avx512"])
-def each_isa(request: pytest.FixtureRequest, cpu_kernels: None) -> Iterator[None]:
-    cpu = extension()
-    assert cpu is not None
-    if request.param not in cpu.available_isas():
-        pytest.skip(f"this CPU has no {request.param}")
-    in_use = cpu.isa()
-    cpu.configure(num_threads(), request.param)
-    yield
-    cpu.configure(num_threads(), in_use)
 
 
 def ints(values: list[int]) -> mx.array:
@@ -48,7 +35,7 @@ def assert_close(got: mx.array, want: mx.array) -> None:
     np.testing.assert_allclose(left, right, rtol=0, atol=1e-5 * max(np.abs(right).max(initial=0), 1.0))
 
 
-@pytest.mark.usefixtures("each_isa")
+@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 def test_it_equals_the_reference(dtype: mx.Dtype) -> None:
     shapes = ((1, 1, 1), (33, 3, 50), (64, 8, 16), (576, 16, 200), (2100, 20, 77), (130, 64, 96))
@@ -60,7 +47,7 @@ def test_it_equals_the_reference(dtype: mx.Dtype) -> None:
         assert not np.array(got)[np.array(slots) < 0].any()
 
 
-@pytest.mark.usefixtures("each_isa")
+@pytest.mark.usefixtures("isa")
 def test_bits_of_a_row_depend_on_itself_alone() -> None:
     for k, rank, n in ((1000, 8, 70), (64, 20, 33), (31, 64, 300)):
         a, b, scales = tables(k, rank, n)

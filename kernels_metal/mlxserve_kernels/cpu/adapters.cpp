@@ -22,8 +22,6 @@ LowRank low_rank(const char* op, const std::string& name, const mx::array& a, co
   return {format, k, n, a.shape(1), nullptr, nullptr, kPanel, scale};
 }
 
-std::size_t whole_lines(std::size_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
-
 // b [rank, n] in panels.
 void copy_panels(const LowRank& change, const char* b, std::size_t item, char* to) {
   for (long first = 0; first < change.n; first += change.panel) {
@@ -98,7 +96,7 @@ Adapters::Adapters(std::shared_ptr<const DecoderStack> of, long slots, const std
   std::size_t size = 0;
   for (const Change& change : changes) {
     check(change);
-    size += whole_lines(std::get<3>(change).nbytes()) + whole_lines(std::get<4>(change).nbytes());
+    size += round_up(std::get<3>(change).nbytes(), kLine) + round_up(std::get<4>(change).nbytes(), kLine);
   }
   memory_ = placed({static_cast<mx::ShapeElem>(size / kLine), kLine}, mx::uint8);
   char* next = memory_.data<char>();
@@ -107,10 +105,10 @@ Adapters::Adapters(std::shared_ptr<const DecoderStack> of, long slots, const std
     mx::array a = ready(std::get<3>(change)), b = ready(std::get<4>(change));
     low_rank.a = next;
     std::memcpy(next, a.data<char>(), a.nbytes());
-    next += whole_lines(a.nbytes());
+    next += round_up(a.nbytes(), kLine);
     low_rank.b = next;
     copy_panels(low_rank, b.data<char>(), b.itemsize(), next);
-    next += whole_lines(b.nbytes());
+    next += round_up(b.nbytes(), kLine);
     table_.set(std::get<0>(change), site, low_rank);
   }
 }

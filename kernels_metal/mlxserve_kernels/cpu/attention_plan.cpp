@@ -19,9 +19,7 @@ void check_attention(const AttentionCall& call) {
     if (rows == 0) continue;
     require(keys >= rows && keys <= call.a.max_pages * call.a.page, op, ": kv_lens[", s, "] is ", keys,
             ", must be from its ", rows, " rows to the ", call.a.max_pages * call.a.page, " slots of its block table");
-    // With a window, pages wholly behind it may have gone back to the pool.
-    long first = call.a.window ? std::max(0L, keys - rows + 1 - call.a.window) : 0;
-    for (long i = first / call.a.page; i * call.a.page < keys; ++i) {
+    for (long i = call.first_page(s); i * call.a.page < keys; ++i) {
       int page = call.a.block_tables[s * call.a.max_pages + i];
       require(page >= 0 && page < call.pages, op, ": block_tables[", s, ", ", i, "] is ", page, ", the pool has ",
               call.pages, " pages");

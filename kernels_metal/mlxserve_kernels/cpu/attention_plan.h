@@ -14,6 +14,11 @@ struct AttentionCall {
   long rows, sequences, pages;
   const int *q_starts, *kv_lens;
 
+  // With a window, pages wholly behind it may have gone back to the pool.
+  long first_page(long sequence) const {
+    long num_rows = q_starts[sequence + 1] - q_starts[sequence];
+    return a.window ? std::max(0L, kv_lens[sequence] - num_rows + 1 - a.window) / a.page : 0;
+  }
   long num_keys(const AttentionItem& item) const { return item.first_position + item.num_rows; }
   long first_split(const AttentionItem& item) const {
     return a.window ? std::max(0L, item.first_position + 1 - a.window) / kSplit : 0;

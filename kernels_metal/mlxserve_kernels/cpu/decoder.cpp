@@ -16,7 +16,6 @@ namespace {
 
 constexpr long kColumns = 16;      // columns that one unit of work has at least, with few rows
 constexpr long kTileColumns = 32;  // columns of a unit, with several rows and all weights in tiles
-constexpr long kMaxRowsAhead = 64;    // rows of more work than their keys and values take time
 constexpr long kPartRows = 128;    // rows of a unit of work, with many
 
 // One thread of a run.
@@ -87,7 +86,7 @@ class Worker {
   // From here on products ask for the keys and values of this layer.
   void look_ahead(std::size_t index) {
     ahead_ = {};
-    if (index == run_.stack.layers.size() || rows_ > kMaxRowsAhead) return;
+    if (index == run_.stack.layers.size()) return;
     const KvPools& pools = run_.step.pools[index];
     const std::vector<long>& heads = run_.plans[run_.plan_of[index]].heads_ahead;
     ahead_ = {pools.keys.data,     pools.values.data, pools.keys.head_bytes(), pools.values.head_bytes(),

@@ -17,16 +17,16 @@ bool has_same_plan(const Attention& a, const Attention& b) {
          a.value_dim == b.value_dim && a.page == b.page && a.format == b.format;
 }
 
-// The heads of all pages in sight, as far as caches may hold them until attention begins.
+// The heads of all pages in sight, as far as caches may hold them until attention begins. None where nobody asks: one
+// row alone reads weights as fast as memory gives, many have more work than their keys and values take time.
 std::vector<long> heads_ahead(const AttentionCall& call, long bytes_of_a_head) {
-  constexpr long kCacheBytes = 8L << 20;
+  constexpr long kCacheBytes = 8L << 20, kMaxRows = 64;
   const Attention& a = call.a;
   std::vector<long> heads;
+  if (call.rows == 1 || call.rows > kMaxRows) return heads;
   for (long s = 0; s < call.sequences; ++s) {
-    long rows = call.q_starts[s + 1] - call.q_starts[s], keys = call.kv_lens[s];
-    if (rows == 0) continue;
-    long first = a.window ? std::max(0L, keys - rows + 1 - a.window) : 0;
-    for (long i = first / a.page; i * a.page < keys; ++i)
+    if (call.q_starts[s] == call.q_starts[s + 1]) continue;
+    for (long i = call.first_page(s); i * a.page < call.kv_lens[s]; ++i)
       for (long head = 0; head < a.kv_heads; ++head) {
         if (long(heads.size() + 1) * bytes_of_a_head > kCacheBytes) return heads;
         heads.push_back(a.block_tables[s * a.max_pages + i] * a.kv_heads + head);

@@ -18,8 +18,6 @@ Weight dense_weight(const mx::array& w) {
   return {format_of(w.dtype()), w.shape(0), w.shape(1), nullptr, 0, Format::float32, nullptr, nullptr};
 }
 
-long round_up(long value, long step) { return (value + step - 1) / step * step; }
-
 void direct(const Weight& w, const float* x, float* y, long rows) {
   const Kernels& use = kernels();
   long columns = std::clamp(round_up(w.n / (8L * num_threads()), 16), 32L, 512L);

@@ -18,8 +18,6 @@ constexpr std::size_t kChunk = 16 * kLargePage;
 constexpr std::size_t kSmallPage = 4096;
 constexpr std::size_t kLine = 64;
 
-std::size_t round_up(std::size_t value, std::size_t step) { return (value + step - 1) / step * step; }
-
 // Zeroed memory that arrays share; it goes back to the system with the last of them.
 class Chunk {
  public:

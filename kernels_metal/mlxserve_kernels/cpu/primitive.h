@@ -4,6 +4,7 @@
 #include <memory>
 #include <sstream>
 #include <stdexcept>
+#include <type_traits>
 #include <vector>
 
 #include "kernels.h"
@@ -23,6 +24,11 @@ void require(bool holds, const Parts&... parts) {
   std::ostringstream message;
   (message << ... << parts);
   throw std::invalid_argument(message.str());
+}
+
+template <class Integer>
+constexpr Integer round_up(Integer value, std::type_identity_t<Integer> step) {
+  return (value + step - 1) / step * step;
 }
 
 // Of a dtype that was checked before.
