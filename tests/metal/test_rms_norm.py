@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from metal_on_host import Host, MetalFault, MetalHostError, MetalSourceError, Settings
-from mlxserve_kernels import metal_kernels
-from mlxserve_kernels.metal_kernels import MetalKernels
+from mlxserve_kernels.metal_kernels import MetalKernels, maker
 
 TOLERANCE = {mx.float32: 2e-6, mx.float16: 2e-3, mx.bfloat16: 1.6e-2}
 
@@ -32,7 +31,7 @@ def operands(rows: int, size: int, dtype: mx.Dtype, weight: mx.Dtype) -> tuple[m
 )
 def test_equals_mlx(host: Host, size: int, dtype: mx.Dtype, weight: mx.Dtype) -> None:
     x, residual, w = operands(3, size, dtype, weight)
-    y, total = MetalKernels(host.metal_kernel).add_rms_norm(x, residual, w, 1e-5)
+    y, total = MetalKernels(host.metal_kernel).norms.add_rms_norm(x, residual, w, 1e-5)
     assert mx.array_equal(total, x + residual).item()
     expected = mx.fast.rms_norm((x + residual).astype(mx.float32), w.astype(mx.float32), 1e-5)
     assert y.dtype == dtype
@@ -43,15 +42,15 @@ def test_equals_mlx(host: Host, size: int, dtype: mx.Dtype, weight: mx.Dtype) ->
 def test_row_does_not_depend_on_its_batch(host: Host) -> None:
     x, residual, w = operands(5, 576, mx.float16, mx.float16)
     kernels = MetalKernels(host.metal_kernel)
-    y, _ = kernels.add_rms_norm(x, residual, w, 1e-6)
+    y, _ = kernels.norms.add_rms_norm(x, residual, w, 1e-6)
     for row in range(5):
-        alone, _ = kernels.add_rms_norm(x[row : row + 1], residual[row : row + 1], w, 1e-6)
+        alone, _ = kernels.norms.add_rms_norm(x[row : row + 1], residual[row : row + 1], w, 1e-6)
         assert mx.array_equal(alone[0], y[row]).item()
 
 
 def test_non_contiguous_rows(host: Host) -> None:
     x, residual, w = operands(64, 32, mx.float32, mx.float32)
-    y, _ = MetalKernels(host.metal_kernel).add_rms_norm(x[::2, ::4].T, residual[::2, ::4].T, w, 1e-5)
+    y, _ = MetalKernels(host.metal_kernel).norms.add_rms_norm(x[::2, ::4].T, residual[::2, ::4].T, w, 1e-5)
     expected = mx.fast.rms_norm((x + residual)[::2, ::4].T, w, 1e-5)
     assert np.allclose(np.array(y), np.array(expected), rtol=0, atol=1e-5)
 
@@ -60,21 +59,21 @@ def test_non_contiguous_rows(host: Host) -> None:
 def test_slices_that_start_where_they_may(cache_dir: Path, size: int, offset: int) -> None:
     host = Host(Settings(cache_dir=cache_dir, slice_offset=offset))
     x, residual, w = operands(2, size, mx.float16, mx.float16)
-    MetalKernels(host.metal_kernel).add_rms_norm(x, residual, w, 1e-5)
+    MetalKernels(host.metal_kernel).norms.add_rms_norm(x, residual, w, 1e-5)
 
 
 def test_slice_that_starts_where_it_may_not(cache_dir: Path) -> None:
     host = Host(Settings(cache_dir=cache_dir, slice_offset=2))
     x, residual, w = operands(2, 64, mx.float16, mx.float16)
     with pytest.raises(MetalFault) as caught:
-        MetalKernels(host.metal_kernel).add_rms_norm(x, residual, w, 1e-5)
+        MetalKernels(host.metal_kernel).norms.add_rms_norm(x, residual, w, 1e-5)
     assert caught.value.kind == "misaligned access"
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16])
 def test_each_byte_once_and_coalesced(host: Host, dtype: mx.Dtype) -> None:
     x, residual, w = operands(4, 2048, dtype, dtype)
-    MetalKernels(host.metal_kernel).add_rms_norm(x, residual, w, 1e-5)
+    MetalKernels(host.metal_kernel).norms.add_rms_norm(x, residual, w, 1e-5)
     report = host.reports[-1]
     assert report.barriers == report.groups == 4
     assert report.threadgroup_bytes == 128
@@ -117,12 +116,12 @@ def test_each_byte_once_and_coalesced(host: Host, dtype: mx.Dtype) -> None:
 def test_planted_fault_is_caught(
     host: Host, monkeypatch: pytest.MonkeyPatch, old: str, new: str, kind: str
 ) -> None:
-    sound = metal_kernels.source("rms_norm.h")
+    sound = maker.source("rms_norm.h")
     assert old in sound
-    monkeypatch.setattr(metal_kernels, "source", lambda name: sound.replace(old, new))
+    monkeypatch.setattr(maker, "source", lambda name: sound.replace(old, new))
     x, residual, w = operands(2, 700, mx.float32, mx.float32)
     with pytest.raises(MetalHostError) as caught:
-        MetalKernels(host.metal_kernel).add_rms_norm(x, residual, w, 1e-5)
+        MetalKernels(host.metal_kernel).norms.add_rms_norm(x, residual, w, 1e-5)
     if isinstance(caught.value, MetalFault):
         assert caught.value.kind == kind
     else:
@@ -133,6 +132,6 @@ def test_wrong_arguments(host: Host) -> None:
     kernels = MetalKernels(host.metal_kernel)
     x, residual, w = operands(2, 64, mx.float16, mx.float16)
     with pytest.raises(ValueError, match="do not fit together"):
-        kernels.add_rms_norm(x, residual[:1], w, 1e-5)
+        kernels.norms.add_rms_norm(x, residual[:1], w, 1e-5)
     with pytest.raises(ValueError, match="rows of 4"):
-        kernels.add_rms_norm(x[:, :4], residual[:, :4], w[:4], 1e-5)
+        kernels.norms.add_rms_norm(x[:, :4], residual[:, :4], w[:4], 1e-5)

@@ -1,27 +1,17 @@
-"""Custom Metal kernels behind one function each: templates, grid, threadgroup and output shapes are here.
-
-`MetalKernels()` runs them on the Mac's GPU. Given another maker with the signature of mx.fast.metal_kernel,
-as metal_on_host has, the same Python runs elsewhere.
-"""
+"""RMS norms."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
-from importlib.resources import files
-from typing import Any
-
 import mlx.core as mx
 
-KernelCall = Callable[..., list[mx.array]]
-KernelMaker = Callable[..., KernelCall]
-
-SIMD_SIZE = 32
-MAX_THREADS = 1024
-MIN_DEVICE_SIZE = 8
-"""Smaller inputs arrive in the `constant` address space, which the kernels do not take."""
-
-FLOAT_TYPES = (mx.float32, mx.float16, mx.bfloat16)
+from mlxserve_kernels.metal_kernels import maker
+from mlxserve_kernels.metal_kernels.maker import (
+    FLOAT_TYPES,
+    MAX_THREADS,
+    MIN_DEVICE_SIZE,
+    SIMD_SIZE,
+    KernelMaker,
+)
 
 _ADD_RMS_NORM = """
 threadgroup float partial[32];
@@ -30,23 +20,16 @@ add_rms_norm<T, W, SIZE, THREADS>(
 """
 
 
-@cache
-def source(name: str) -> str:
-    """The text of `metal/<name>`, complete functions that stand alone."""
-    return files("mlxserve_kernels").joinpath("metal", name).read_text()
+class NormKernels:
+    """Kernels made by `make`."""
 
-
-class MetalKernels:
-    """The kernels, made by `make`: a callable of mx.fast.metal_kernel's signature; by default that."""
-
-    def __init__(self, make: KernelMaker | None = None) -> None:
-        make = make or _mlx_maker()
+    def __init__(self, make: KernelMaker) -> None:
         self._add_rms_norm = make(
             "add_rms_norm",
             ["x", "residual", "weight", "eps"],
             ["y", "sum"],
             _ADD_RMS_NORM,
-            source("rms_norm.h"),
+            maker.source("rms_norm.h"),
         )
 
     def add_rms_norm(
@@ -78,11 +61,6 @@ class MetalKernels:
             output_dtypes=[x.dtype, x.dtype],
         )
         return y, total
-
-
-def _mlx_maker() -> KernelMaker:
-    maker: Any = mx.fast.metal_kernel
-    return maker  # type: ignore[no-any-return]
 
 
 def _row_threads(size: int) -> int:

@@ -1,0 +1,18 @@
+"""Custom Metal kernels, a method each: templates, grid, threadgroup and output shapes are computed here.
+
+``MetalKernels()`` runs them on the Mac's GPU. Given another maker with the signature of mx.fast.metal_kernel,
+as metal_on_host has, the same Python runs elsewhere.
+"""
+
+from __future__ import annotations
+
+from mlxserve_kernels.metal_kernels.maker import KernelMaker, mlx_maker
+from mlxserve_kernels.metal_kernels.norms import NormKernels
+
+
+class MetalKernels:
+    """All kernels, by what they do."""
+
+    def __init__(self, make: KernelMaker | None = None) -> None:
+        make = make or mlx_maker()
+        self.norms = NormKernels(make)
