@@ -1,0 +1,27 @@
+"""Low-rank adapters of rows."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from mlxserve_kernels import reference
+from mlxserve_kernels.dispatch import FLOAT_TYPES, extension
+
+
+def lora_delta(x: mx.array, a: mx.array, b: mx.array, slots: mx.array, scales: mx.array) -> mx.array:
+    """What low-rank adapters add to a product of rows that have different ones: row t of the result is
+    ``scales[s] * (x[t] @ a[s]) @ b[s]`` with ``s = slots[t]``, and exactly 0 for slot -1.
+
+    x [T, K]; a [S, K, R] and b [S, R, N] of one dtype; slots int32 [T], from -1 to S - 1; scales float32 [S].
+    Adapters of smaller rank are padded with zeros. Returns [T, N] in the dtype of x.
+
+    >>> ones = mx.ones((2, 4, 1))
+    >>> slots, scales = mx.array([1, -1], dtype=mx.int32), mx.array([1.0, 0.5])
+    >>> lora_delta(mx.ones((2, 4)), ones, mx.ones((2, 1, 3)), slots, scales).tolist()
+    [[2.0, 2.0, 2.0], [0.0, 0.0, 0.0]]
+    """
+    cpu = extension()
+    if cpu is None or x.dtype != mx.float32 or a.dtype not in FLOAT_TYPES or a.dtype != b.dtype:
+        return reference.lora_delta(x, a, b, slots, scales)
+    y: mx.array = cpu.lora_delta(x, a, b, slots, scales)
+    return y
