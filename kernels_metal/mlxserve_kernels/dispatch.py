@@ -1,8 +1,10 @@
-"""Which implementation runs. Reads four environment variables, once, at the first use of a kernel:
+"""Which implementation runs. Reads five environment variables, MLXSERVE_DECODER as a model is loaded, the
+others once, at the first use of a kernel:
 
 MLXSERVE_KERNELS    reference | cpu | metal | metal-host      default: cpu where the extension exists and mlx
                                                   computes on the CPU, metal where it computes on a Mac's GPU.
                                                   metal-host runs the Metal kernels on the CPU, to check them
+MLXSERVE_DECODER    fused | ops | blocks  default: fused with cpu, ops with Metal kernels, else blocks
 MLXSERVE_THREADS    1 to 1024             default: the number of CPUs that this process may use
 MLXSERVE_CPU_ISA    portable | avx2 | avx512      default: the best that this CPU has
 MLXSERVE_CPU_MATMUL exact | int16 | int8          default: exact. What activations are rounded to before they
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from mlxserve_kernels.metal_kernels.maker import KernelMaker
 
 IMPLEMENTATIONS = ("reference", "cpu", "metal", "metal-host")
+DECODER_KINDS = ("fused", "ops", "blocks")
 MAX_THREADS = 1024
 MATMUL_DIGITS = {"exact": 3, "int16": 2, "int8": 1}
 """Bytes of the integers that activations become, for each value of MLXSERVE_CPU_MATMUL."""
@@ -101,6 +104,23 @@ def metal(name: str) -> MetalKernels | None:
     if chosen.metal is None or (chosen.proven is not None and name not in chosen.proven):
         return None
     return chosen.metal
+
+
+def decoder_kind() -> str:
+    """How recognised decoder layers run: ``fused`` (the extension's stack), ``ops`` (a stack op by op) or
+    ``blocks`` (as mlx-lm has them, on our kernels)."""
+    chosen = selection()
+    wanted = os.environ.get("MLXSERVE_DECODER")
+    if wanted is None:
+        if chosen.cpu is not None:
+            return "fused"
+        # Without a kernel of ours mlx-lm's own code has fewer operations.
+        return "blocks" if chosen.metal is None or chosen.proven == frozenset() else "ops"
+    if wanted not in DECODER_KINDS:
+        raise ValueError(f"MLXSERVE_DECODER must be one of {', '.join(DECODER_KINDS)}, got {wanted!r}")
+    if wanted == "fused" and chosen.cpu is None:
+        raise ValueError(f"MLXSERVE_DECODER is fused, which the {chosen.name} kernels have not")
+    return wanted
 
 
 def use(chosen: Selection) -> None:

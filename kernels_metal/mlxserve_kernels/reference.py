@@ -12,6 +12,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlxserve_kernels import quantized_pages
+from mlxserve_kernels.decoder import Rope
 from mlxserve_kernels.experts import Activation, ExpertWeights
 
 
@@ -226,6 +227,23 @@ def write_pages(
     k_pool[pages, :, :, slots] = k.astype(k_pool.dtype)
     v_pool[pages, :, slots] = v.astype(v_pool.dtype)
     return k_pool, v_pool
+
+
+def rotate(x: mx.array, positions: mx.array, rope: Rope) -> mx.array:
+    """Heads [T, H, D], each turned by the position of its row."""
+    turned = 2 * int(rope.inverse_frequencies.size)
+    if rope.input_scale != 1.0:
+        x = mx.concatenate([x[..., :turned] * rope.input_scale, x[..., turned:]], axis=-1)
+    y: mx.array = mx.fast.rope(
+        x[:, :, None],
+        turned,
+        traditional=rope.is_interleaved,
+        base=None,
+        scale=rope.position_scale,
+        offset=positions,
+        freqs=rope.wavelengths,
+    )
+    return y.squeeze(2)
 
 
 def copy_pages(

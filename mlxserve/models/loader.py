@@ -41,7 +41,7 @@ from mlxserve.models.rope_config import settle_rope
 from mlxserve.models.safetensors_file import read_tensors
 from mlxserve.models.stacked import StackedModel, stacked_model
 from mlxserve_kernels import ops
-from mlxserve_kernels.dispatch import exact_products, reads_quantized
+from mlxserve_kernels.dispatch import exact_products, reads_quantized, selection
 
 logger = logging.getLogger(__name__)
 
@@ -176,8 +176,8 @@ def _first_line(error: Exception) -> str:
 
 
 def _activation_dtype(module: nn.Module) -> mx.Dtype:
-    """float32 on the CPU backend, where narrower floats are emulated; on Metal the model's own."""
-    if mx.default_device().type == mx.DeviceType.cpu:
+    """float32 on the CPU backend, where narrower floats are emulated; with Metal the model's own."""
+    if mx.default_device().type == mx.DeviceType.cpu and selection().metal is None:
         return mx.float32
     for name, array in tree_flatten(module.parameters()):
         if name.endswith("norm.weight") and mx.issubdtype(array.dtype, mx.floating):

@@ -20,7 +20,7 @@ import mlx.nn as nn
 from mlxserve.errors import UnsupportedModelError
 from mlxserve_kernels import ops
 from mlxserve_kernels.adapters import StackAdapters
-from mlxserve_kernels.decoder import DecoderStack, StackPools
+from mlxserve_kernels.decoder import DecoderStack, Rope, StackPools
 from mlxserve_kernels.quantized_pages import head_bytes, row_bytes
 
 
@@ -184,6 +184,46 @@ class PagedLayerCache:
         )
         return InPages(keys.dtype), InPages(values.dtype)
 
+    def rope_and_write(self, q: mx.array, k: mx.array, v: mx.array, rope: Rope | None) -> mx.array:
+        """See ``op_stack.LayerKeys``."""
+        q, self.pages.keys, self.pages.values = ops.rope_and_write_pages(
+            q,
+            k,
+            v,
+            self.pages.keys,
+            self.pages.values,
+            self.metadata.positions,
+            self.metadata.slot_mapping,
+            rope=rope,
+            kv_bits=self.pages.spec.kv_bits,
+        )
+        return q
+
+    def attend(
+        self,
+        q: mx.array,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """``ops.paged_attention`` over the pages: q [T, H, D], returns [T, H, Dv]."""
+        metadata = self.metadata
+        return ops.paged_attention(
+            q,
+            self.pages.keys,
+            self.pages.values,
+            metadata.block_tables,
+            metadata.q_starts,
+            metadata.kv_lens,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            kv_bits=self.pages.spec.kv_bits,
+        )
+
     def make_mask(
         self, length: int, *, return_array: bool = False, window_size: int | None = None
     ) -> PagedMask | None:
@@ -213,19 +253,12 @@ def attend(
     if mask is not None and not isinstance(mask, PagedMask):
         raise UnsupportedModelError("this architecture has an attention mask of its own")
     windows = [w for w in (cache.pages.spec.window, mask.window if mask else None) if w is not None]
-    metadata = cache.metadata
-    output = ops.paged_attention(
+    output = cache.attend(
         queries.squeeze(2),
-        cache.pages.keys,
-        cache.pages.values,
-        metadata.block_tables,
-        metadata.q_starts,
-        metadata.kv_lens,
         scale=scale,
         window=min(windows) if windows else None,
         softcap=softcap,
         sinks=sinks,
-        kv_bits=cache.pages.spec.kv_bits,
     )
     return output[:, :, None]
 

@@ -18,8 +18,9 @@ from mlxserve_kernels.dispatch import num_threads
 from mlxserve_kernels.ops.attention import paged_attention
 from mlxserve_kernels.ops.expert_products import gated_experts, gather_matmul, route
 from mlxserve_kernels.ops.low_rank import lora_delta
-from mlxserve_kernels.ops.pages import copy_pages, resize_rows, write_pages
+from mlxserve_kernels.ops.pages import copy_pages, resize_rows, rope_and_write_pages, write_pages
 from mlxserve_kernels.ops.products import embed_rows, linear, quantized_matmul
+from mlxserve_kernels.ops.projections import gate_up, own_rows, project
 from mlxserve_kernels.ops.rows import gelu_mul, rms_norm, silu_mul
 from mlxserve_kernels.ops.sampling import greedy_tokens, sample_tokens
 from mlxserve_kernels.ops.state import implementation, release_thread, supports_steps_in_flight
@@ -29,6 +30,7 @@ __all__ = [
     "can_tile",
     "copy_pages",
     "embed_rows",
+    "gate_up",
     "gated_experts",
     "gather_matmul",
     "gelu_mul",
@@ -37,12 +39,15 @@ __all__ = [
     "linear",
     "lora_delta",
     "num_threads",
+    "own_rows",
     "pack_tiles",
     "paged_attention",
+    "project",
     "quantized_matmul",
     "release_thread",
     "resize_rows",
     "rms_norm",
+    "rope_and_write_pages",
     "route",
     "sample_tokens",
     "silu_mul",

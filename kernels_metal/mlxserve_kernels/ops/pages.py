@@ -5,6 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from mlxserve_kernels import reference
+from mlxserve_kernels.decoder import Rope
 from mlxserve_kernels.dispatch import extension
 
 
@@ -41,6 +42,29 @@ def write_pages(
     bits = native_bits(kv_bits)
     written: tuple[mx.array, mx.array] = cpu.write_pages(k_pool, v_pool, k, v, slot_mapping, bits)
     return written
+
+
+def rope_and_write_pages(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    k_pool: mx.array,
+    v_pool: mx.array,
+    positions: mx.array,
+    slot_mapping: mx.array,
+    *,
+    rope: Rope | None,
+    kv_bits: int | None = None,
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Turn queries and keys by their positions and write keys and values to their slots, as ``write_pages``
+    does; returns the queries and the pools' new handles.
+
+    q [T, H, D], k [T, H_kv, D], v [T, H_kv, Dv]; positions, slot_mapping int32 [T]; ``rope`` None turns
+    nothing. The contract of ``write_pages`` holds.
+    """
+    if rope is not None:
+        q, k = reference.rotate(q, positions, rope), reference.rotate(k, positions, rope)
+    return q, *write_pages(k_pool, v_pool, k, v, slot_mapping, kv_bits=kv_bits)
 
 
 def copy_pages(

@@ -59,7 +59,7 @@ def silu_mul(gate: mx.array, up: mx.array) -> mx.array:
     >>> silu_mul(mx.array([0.0]), mx.array([2.0])).tolist()
     [0.0]
     """
-    return _gated(gate, up, "silu")
+    return gated(gate, up, "silu")
 
 
 def gelu_mul(gate: mx.array, up: mx.array, *, approx: Literal["none", "tanh"]) -> mx.array:
@@ -72,10 +72,11 @@ def gelu_mul(gate: mx.array, up: mx.array, *, approx: Literal["none", "tanh"]) -
     """
     if approx not in ("none", "tanh"):
         raise ValueError(f"gelu_mul: approx must be none or tanh, got {approx!r}")
-    return _gated(gate, up, "gelu" if approx == "none" else "gelu_tanh")
+    return gated(gate, up, "gelu" if approx == "none" else "gelu_tanh")
 
 
-def _gated(gate: mx.array, up: mx.array, activation: Activation) -> mx.array:
+def gated(gate: mx.array, up: mx.array, activation: Activation) -> mx.array:
+    """``activation(gate) * up`` by the activation's name."""
     if gate.shape != up.shape or gate.dtype != up.dtype:
         raise ValueError(
             f"gate and up must have one shape and dtype, got {gate.dtype} {list(gate.shape)} and "

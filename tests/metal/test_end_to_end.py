@@ -1,0 +1,100 @@
+"""A small quantized Llama through the real engine with every kernel of ours executed as Metal: the logits are
+those of mlx's own ops within a tolerance, the tokens the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from metal_on_host import Host
+from mlxserve.config import EngineConfig
+from mlxserve.engine.core import EngineCore
+from mlxserve.engine.model_target import ModelTarget
+from mlxserve.engine.scheduler import ScheduledBatch
+from mlxserve.engine.target import StepInputs
+from mlxserve.models.loader import load_model
+from mlxserve_kernels import ops
+from mlxserve_kernels.dispatch import REFERENCE, Selection, metal_selection, using
+from tests.engine.driving import generate, greedy
+from tests.engine.test_fused import quantize, random_tokens
+from tests.tiny_models import TinyModel, write_tiny_model
+
+PAGE = 16
+NEW_TOKENS = 12
+KERNELS = {"add_rms_norm"}
+"""What a Llama's steps run."""
+TOLERANCE = {"float32": 1e-5, "float16": 8e-3, "bfloat16": 6e-2}
+"""Largest difference of a logit, relative to the largest logit."""
+
+
+class RecordingTarget(ModelTarget):
+    """Keeps the logits of every step that samples."""
+
+    def __init__(self, folder: Path, kv_bits: int | None) -> None:
+        super().__init__(load_model(folder), PAGE, kv_bits)
+        self.logits: list[np.ndarray] = []
+        self.rows: list[int] = []
+
+    def forward(self, batch: ScheduledBatch, inputs: StepInputs) -> mx.array:
+        logits = super().forward(batch, inputs)
+        self.rows.append(batch.num_tokens)
+        if batch.num_sampled:
+            self.logits.append(np.array(logits.astype(mx.float32)))
+        return logits
+
+
+@dataclass
+class Outcome:
+    tokens: list[list[int]]
+    logits: list[np.ndarray]
+    rows: list[int] = field(default_factory=list)
+
+
+def serve(folder: Path, chosen: Selection, kv_bits: int | None = None) -> Outcome:
+    """Two prompts, of 37 and 25 tokens, in chunks of at most 24 tokens a step; both then cross the end of a
+    page as they decode."""
+    with using(chosen):
+        config = EngineConfig(
+            max_running=2,
+            page_size=PAGE,
+            max_step_tokens=24,
+            kv_pages=12,
+            kv_bits=kv_bits,
+            prefix_cache=False,
+        )
+        target = RecordingTarget(folder, kv_bits)
+        core = EngineCore(target, config, is_pipelined=ops.supports_steps_in_flight())
+        prompts = (random_tokens(37, 1), random_tokens(25, 2))
+        requests = [greedy(str(index), prompt, NEW_TOKENS) for index, prompt in enumerate(prompts)]
+        return Outcome(generate(core, *requests), target.logits, target.rows)
+
+
+def llama(folder: Path, dtype: str) -> Path:
+    write_tiny_model(folder, TinyModel(layers=2, dtype=dtype, has_eos=False, head_dim=32))
+    quantize(folder, 4)
+    return folder
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_a_llama_runs_as_metal(host: Host, dtype: str, tmp_path: Path) -> None:
+    folder = llama(tmp_path, dtype)
+    # mlx-lm's own blocks, in the model's dtype as well.
+    plain = serve(folder, metal_selection(host.metal_kernel, proven=frozenset()))
+    assert not host.reports
+    ours = serve(folder, metal_selection(host.metal_kernel))
+    assert {report.name for report in host.reports} == KERNELS
+    assert ours.tokens == plain.tokens
+    assert [len(tokens) for tokens in ours.tokens] == [NEW_TOKENS, NEW_TOKENS]
+    assert max(ours.rows) > 8 and 2 in ours.rows, "chunks, then both decode together"
+    assert len(ours.logits) == len(plain.logits)
+    for a, b in zip(ours.logits, plain.logits, strict=True):
+        assert np.abs(a - b).max() <= TOLERANCE[dtype] * np.abs(b).max()
+
+
+def test_tokens_are_those_of_the_cpu(host: Host, tmp_path: Path) -> None:
+    folder = llama(tmp_path, "float32")
+    assert serve(folder, metal_selection(host.metal_kernel)).tokens == serve(folder, REFERENCE).tokens
