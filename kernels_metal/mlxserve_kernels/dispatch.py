@@ -156,7 +156,7 @@ def _select() -> Selection:
     matmul, threads, isa = _matmul_setting(), num_threads(), os.environ.get("MLXSERVE_CPU_ISA")
     is_on_cpu = mx.default_device() == mx.Device(mx.cpu)
     if wanted == "metal-host":
-        return metal_selection(_host_maker())
+        return metal_selection(host_maker())
     if wanted == "metal" or (wanted is None and not is_on_cpu and mx.metal.is_available()):
         if is_on_cpu or not mx.metal.is_available():
             raise ValueError("MLXSERVE_KERNELS is metal, but mlx does not compute on a Mac's GPU here")
@@ -177,8 +177,9 @@ def _select() -> Selection:
     return Selection("cpu", cpu=module)
 
 
-def _host_maker() -> KernelMaker:
-    """One schedule: the tests of the kernels try more."""
+def host_maker() -> KernelMaker:
+    """What makes kernels that run on this machine's CPU, in one schedule: the tests of the kernels try more.
+    ValueError where the harness or its compiler is not installed."""
     try:
         host = importlib.import_module("metal_on_host")
         importlib.import_module("ziglang")

@@ -18,6 +18,7 @@ from mlx.utils import tree_flatten
 
 from mlxserve.errors import MlxserveError, ModelLoadError, UnsupportedModelError
 from mlxserve.json_file import read_json_object
+from mlxserve.models import kernel_choice
 from mlxserve.models.architectures import config_fields
 from mlxserve.models.experts import is_quantized_switch_linear, is_switch_linear
 from mlxserve.models.fused import fuse_blocks, unfuse_blocks
@@ -113,6 +114,7 @@ def load_model(folder: Path, *, fuse: bool = True) -> LoadedModel:
     """
     config = read_config(folder)
     read_tensors(folder)
+    kernel_choice.settle()
     module = _build(folder, config)
     dtype = _activation_dtype(module)
     use_kernels(module, dtype)
