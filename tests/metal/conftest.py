@@ -29,11 +29,12 @@ def cache_dir(request: pytest.FixtureRequest) -> Path:
 
 
 REPORTS: list[Report] = []
-"""Of every launch of a kernel of ours; `pytest -v` ends with their summary."""
+"""Of every launch of a kernel of ours; `--kernel-report` and `-v` end with their summary."""
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if REPORTS and terminalreporter.verbosity > 0:
+    is_wanted = terminalreporter.config.getoption("--kernel-report") or terminalreporter.verbosity > 0
+    if REPORTS and is_wanted:
         terminalreporter.section("Metal kernels")
         terminalreporter.write_line(summary(REPORTS))
 
