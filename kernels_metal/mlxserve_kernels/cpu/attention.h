@@ -6,8 +6,8 @@
 //
 // "Rows" here are pairs of a query row and one of the heads that share the kv head: row r is query r / G,
 // head r % G. They are computed in tiles of up to AR. Pages hold keys as [dim][page], values as [page][dim], so
-// that both are read in place where they are float32 in pages of whole vectors; else a block is widened once, for all
-// rows of the item (quantized pools: widen_pages.h).
+// that both are read in place where they are float32 in pages of whole vectors; narrower floats are widened once a
+// block, for all rows of the item. Quantized pages are read as they are, see packed_block.h.
 
 constexpr long KB = 64;
 constexpr int AR = 6, AV = W == 16 ? 4 : 2;
@@ -38,27 +38,7 @@ struct State {
   }
 };
 
-// Integers and scales of a quantized value, or of one dimension of W quantized keys.
-struct PackedRow {
-  const uint8_t* integers;
-  const float* scales;
-};
-
-// What the next block is made of, to be asked for line by line between the arithmetic of this one: asked for at
-// once it keeps all buffers for missing lines busy, and the loads of this block wait behind it.
-struct Ahead {
-  const char* from[KB / kKvPageUnit + 1];
-  long bytes[KB / kKvPageUnit + 1];
-  int count = 0, now = 0;
-
-  void add(const void* start, long size) { from[count] = (const char*)start, bytes[count++] = size; }
-  INLINE_MEMBER void ask() {
-    if (now == count) return;
-    __builtin_prefetch(from[now], 0, 3);
-    from[now] += 64, bytes[now] -= 64;
-    if (bytes[now] <= 0) ++now;
-  }
-};
+#include "packed_block.h"
 
 struct Block {
   long begin;     // position of its first key
@@ -67,15 +47,38 @@ struct Block {
   long key_stride;
   const float* value[KB];    // rows of at least width() floats
   bool is_packed;            // instead of the above:
-  PackedRow packed_key[KB / W], packed_value[KB];
-  Ahead ahead_keys, ahead_values;
+  PackedBlock packed;
 };
 
-#include "packed_block.h"
+// Memory of an item.
+struct Scratch {
+  float *queries, *sums;              // [rows][dim], scaled; for quantized pages, sums of their groups
+  float *keys, *value_rows;           // a widened block of keys [dim][KB], of values [KB][width]
+  float *value_scales, *scaled;       // for quantized pages: [2][groups][KB]; see add_packed_values
+  float *scores, *rest;               // [AR][KB]; two states
+  long used = 0;                      // floats before `rest`
+
+  Scratch(const Attention& a, const AttentionShape& s, float* memory) {
+    const long is_packed = is_quantized(a.format), is_float = !is_packed;
+    auto take = [&](long floats) {
+      float* taken = memory ? memory + used : nullptr;
+      used += aligned(floats);
+      return taken;
+    };
+    queries = take(s.rows * a.dim);
+    sums = take(is_packed * s.rows * a.dim / kKvGroup);
+    keys = take(is_float * KB * a.dim);
+    value_rows = take(is_float * KB * s.width());
+    value_scales = take(is_packed * 2 * a.value_dim / kKvGroup * KB);
+    scaled = take(is_packed * kScaledGroups * AR * KB);
+    scores = take(AR * KB);
+    rest = take(0);
+  }
+};
 
 static std::size_t attention_scratch_floats(const Attention& a, long query_rows) {
   AttentionShape s(a, query_rows);
-  return aligned((s.rows + AR) * a.dim) + 2 * aligned(s.state()) + KB * (a.dim + s.width() + AR);
+  return Scratch(a, s, nullptr).used + 2 * aligned(s.state());
 }
 
 static std::size_t partial_floats(const Attention& a, long query_rows) {
@@ -141,40 +144,68 @@ INLINE void prefetch_quantized(const Attention& a, const AttentionItem& item, lo
   }
 }
 
-// Whole pages line by line. Of pages longer than a block the part that it needs, at once.
-static void look_ahead(const Attention& a, const AttentionItem& item, Block& block, long position, long end) {
-  if (a.page > KB) return prefetch_quantized(a, item, position, end);
+// Whole pages line by line. Where pages and blocks do not begin together the part that it needs, at once.
+static void look_ahead(const Attention& a, const AttentionItem& item, PackedBlock& block, long position, long end) {
+  if (KB % a.page != 0) return prefetch_quantized(a, item, position, end);
+  block.ahead_keys.lines = a.page * kv_row_bytes(a.format, a.dim) / 64;
+  block.ahead_values.lines = a.page * kv_row_bytes(a.format, a.value_dim) / 64;
   for (; position < end; position += a.page) {
     QuantizedHeads heads = heads_at(a, item, position);
-    block.ahead_keys.add(heads.keys, a.page * kv_row_bytes(a.format, a.dim));
-    block.ahead_values.add(heads.values, a.page * kv_row_bytes(a.format, a.value_dim));
+    block.ahead_keys.from[block.ahead_keys.count++] = (const char*)heads.keys;
+    block.ahead_values.from[block.ahead_values.count++] = (const char*)heads.values;
   }
 }
 
-// Points a packed block to its keys and values; vectors outside as in find_keys.
-static void find_packed(const Attention& a, const AttentionItem& item, Block& block) {
+// Columns of kKvPageUnit rows of `groups` floats, KB apart.
+INLINE void turn(const float* from, long groups, float* to) {
+  for (long row = 0; row < kKvPageUnit; row += W, from += W * groups, to += W) {
+    if (groups == 1) {
+      store(to, load(from));
+    } else if (groups == 2) {
+      store(to, evens(load(from), load(from + W)));
+      store(to + KB, odds(load(from), load(from + W)));
+    } else if (groups == 4) {
+      const vf a = load(from), b = load(from + W), c = load(from + 2 * W), d = load(from + 3 * W);
+      store(to, evens(evens(a, b), evens(c, d)));
+      store(to + KB, evens(odds(a, b), odds(c, d)));
+      store(to + 2 * KB, odds(evens(a, b), evens(c, d)));
+      store(to + 3 * KB, odds(odds(a, b), odds(c, d)));
+    } else {
+      for (long g = 0; g < groups; ++g)
+        for (long l = 0; l < W; ++l) to[g * KB + l] = from[l * groups + g];
+    }
+  }
+}
+
+// Points a packed block to its keys and values. Units wholly outside of [from, to) get another one of the block:
+// their scores are never used.
+static void find_packed(const Attention& a, const AttentionItem& item, Block& block, float* scales) {
   const long key_bytes = a.page * kv_row_integers(a.format, a.dim);
   const long row = kv_row_integers(a.format, a.value_dim), groups = a.value_dim / kKvGroup;
-  PackedRow inside{};
-  for (long v = 0; v < KB / W; ++v) {
-    block.packed_key[v] = {};
-    if ((v + 1) * W <= block.from || v * W >= block.to) continue;
-    QuantizedHeads heads = heads_at(a, item, block.begin + v * W);
-    inside = block.packed_key[v] = {heads.keys + heads.at, (const float*)(heads.keys + key_bytes) + heads.at};
+  const int* pages = a.block_tables + item.sequence * a.max_pages;
+  PackedBlock& packed = block.packed;
+  packed.value_scales = scales, packed.value_biases = scales + groups * KB;
+  const long first = block.from / kKvPageUnit, end = ceil_div(block.to, kKvPageUnit);
+  const long position = block.begin + first * kKvPageUnit;
+  long index = position / a.page, at = position % a.page;
+  for (long u = first; u < end; ++u) {
+    const long head = (pages[index] * a.kv_heads + item.kv_head) * a.page;
+    const uint8_t* keys = (const uint8_t*)a.keys + head * kv_row_bytes(a.format, a.dim);
+    const uint8_t* values = (const uint8_t*)a.values + head * kv_row_bytes(a.format, a.value_dim);
+    packed.unit[u] = {keys + at, (const float*)(keys + key_bytes) + at, values + at * row};
+    const float* value_scales = (const float*)(values + a.page * row) + at * groups;
+    turn(value_scales, groups, scales + u * kKvPageUnit);
+    if (a.format == Format::kv4)
+      turn(value_scales + a.page * groups, groups, scales + groups * KB + u * kKvPageUnit);
+    at += kKvPageUnit;
+    if (at == a.page) at = 0, ++index;
   }
-  for (PackedRow& key : block.packed_key)
-    if (!key.integers) key = inside;
-  for (long j = block.from; j < block.to;) {
-    QuantizedHeads heads = heads_at(a, item, block.begin + j);
-    const float* scales = (const float*)(heads.values + a.page * row);
-    for (long at = heads.at; at < a.page && j < block.to; ++at, ++j)
-      block.packed_value[j] = {heads.values + at * row, scales + at * groups};
-  }
+  for (long u = 0; u < kUnits; ++u)
+    if (u < first || u >= end) packed.unit[u] = packed.unit[first];
 }
 
 // Asks for the next block of keys and values: in decode each is read once, and pages lie anywhere.
 INLINE void prefetch(const Attention& a, const AttentionItem& item, long position, long end) {
-  if (is_quantized(a.format)) return prefetch_quantized(a, item, position, end);
   const long size = item_size(a.format);
   if (a.page % KB == 0 || KB % a.page == 0)
     for (long p = position; p < end; p += 64 / size)
@@ -204,10 +235,6 @@ static void find_keys(const Attention& a, const AttentionItem& item, Block& bloc
     float* to = buffer + v * W;
     if (is_direct) {
       block.key[v] = (const float*)key_at(a, item, block.begin + v * W);
-    } else if (is_quantized(a.format)) {
-      QuantizedHeads heads = heads_at(a, item, block.begin + v * W);
-      widen_keys(a.format, heads.keys, a.page, a.dim, heads.at, to, KB);
-      block.key[v] = to;
     } else if (is_whole) {
       const char* from = key_at(a, item, block.begin + v * W);
       for (long d = 0; d < a.dim; ++d) store(to + d * KB, load_widened(from + d * a.page * size, a.format));
@@ -233,14 +260,9 @@ static void find_values(const Attention& a, const AttentionItem& item, Block& bl
   for (long j = block.from; j < block.to;) {
     // As many rows as lie on the page: to find a page takes divisions.
     long position = block.begin + j, row = position % a.page, end = least(block.to, j + a.page - row);
-    if (is_quantized(a.format)) {
-      const uint8_t* head = heads_at(a, item, position).values;
-      for (; j < end; ++j, ++row) widen_value(a.format, head, a.page, a.value_dim, row, buffer + j * width);
-    } else {
-      for (const char* value = value_at(a, item, position); j < end; ++j, value += stride) {
-        if (is_direct) block.value[j] = (const float*)value;
-        else widen(value, a.format, a.value_dim, buffer + j * width);
-      }
+    for (const char* value = value_at(a, item, position); j < end; ++j, value += stride) {
+      if (is_direct) block.value[j] = (const float*)value;
+      else widen(value, a.format, a.value_dim, buffer + j * width);
     }
   }
   if (is_direct) return;
@@ -263,7 +285,7 @@ INLINE void scores_of(const float* q, const Block& block, long dim, float* score
       for (int v = 0; v < AV; ++v) k[v] = load(key[v] + d * block.key_stride);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
-        vf x = splat(q[d * R + r]);
+        vf x = splat(q[r * dim + d]);
 #pragma GCC unroll 8
         for (int v = 0; v < AV; ++v) acc[r][v] = fma(x, k[v], acc[r][v]);
       }
@@ -273,35 +295,63 @@ INLINE void scores_of(const float* q, const Block& block, long dim, float* score
   }
 }
 
-// Scores of one row into weights, in place; returns the factor for what the row has summed so far.
-INLINE float weigh(float* scores, long from, long to, float softcap, float& largest, float& total) {
+// Scores of one row, capped and masked, in place; returns the largest.
+template <bool IsWhole>
+INLINE float mask_scores(float* scores, long from, long to, float softcap) {
   vf top = splat(kNone);
   for (long j = 0; j < KB; j += W) {
     vf s = load(scores + j);
     if (softcap != 0) s = softcap * tanh_of(s / softcap);
-    if (j < from || j + W > to) {
+    if (!IsWhole && (j < from || j + W > to)) {
       vi lane;
       for (int l = 0; l < W; ++l) lane[l] = (int)j + l;
       s = (lane >= (int)from) & (lane < (int)to) ? s : splat(kNone);
     }
-    store(scores + j, s);
+    if (!IsWhole || softcap != 0) store(scores + j, s);
     top = greater(s, top);
   }
-  float now = greatest(top);
-  now = now > largest ? now : largest;
-  float factor = exp_negative(largest - now);
+  return greatest(top);
+}
+
+// Scores into weights, in place; returns their sum.
+template <bool IsWhole>
+INLINE float weights_of(float* scores, long from, long to, float largest) {
   vf sums = {};
   for (long j = 0; j < KB; j += W) {
-    vf p = exp_negative(load(scores + j) - now);
-    if (j < from || j + W > to)
-      for (int l = 0; l < W; ++l)
-        if (j + l < from || j + l >= to) p[l] = 0;
+    vf p = exp_negative(load(scores + j) - largest);
+    if (!IsWhole) p = within(p, j, from, to);
     store(scores + j, p);
     sums += p;
   }
-  total = total * factor + sum(sums);
-  largest = now;
-  return factor;
+  return sum(sums);
+}
+
+// Scores of R rows into weights, in place, and the factors for what the rows have summed so far. Rows that see nothing
+// of the block (from >= to) keep what they have.
+template <int R>
+INLINE void weigh(float* scores, const long* from, const long* to, float softcap, float* largest, float* total,
+                  float* factors) {
+  constexpr int lanes = (R + W - 1) / W * W;
+  float change[lanes] = {}, now[R];
+  for (int r = 0; r < R; ++r) {
+    if (from[r] >= to[r]) continue;
+    float* row = scores + r * KB;
+    const bool is_whole = from[r] == 0 && to[r] == KB;
+    const float top = is_whole ? mask_scores<true>(row, 0, KB, softcap)
+                               : mask_scores<false>(row, from[r], to[r], softcap);
+    now[r] = top > largest[r] ? top : largest[r];
+    change[r] = largest[r] - now[r];
+  }
+  for (int r = 0; r < lanes; r += W) store(change + r, exp_negative(load(change + r)));
+  for (int r = 0; r < R; ++r) {
+    factors[r] = change[r];
+    if (from[r] >= to[r]) continue;
+    float* row = scores + r * KB;
+    const bool is_whole = from[r] == 0 && to[r] == KB;
+    const float sums = is_whole ? weights_of<true>(row, 0, KB, now[r]) : weights_of<false>(row, from[r], to[r], now[r]);
+    total[r] = total[r] * factors[r] + sums;
+    largest[r] = now[r];
+  }
 }
 
 template <int R>
@@ -327,8 +377,18 @@ INLINE void add_values(const Block& block, const float* weights, long from, long
 }
 
 template <int R>
+INLINE void add_weighted(const Attention& a, const Block& block, const float* weights, long from, long to,
+                         const float* factors, float* values, long width, float* scaled) {
+  if (!block.is_packed)
+    add_values<R>(block, weights, from, to, factors, values, width);
+  else
+    (a.format == Format::kv8 ? add_packed_values<Format::kv8, R> : add_packed_values<Format::kv4, R>)(
+        block.packed, weights, from, to, factors, values, width, a.value_dim, scaled);
+}
+
+template <int R>
 static void attend_tile(const Attention& a, const AttentionItem& item, const Block& block, long first,
-                        const float* q, State& state, float* scores) {
+                        const Scratch& scratch, State& state) {
   long group = a.heads / a.kv_heads;
   long from[R], to[R];
   bool any = false, same = true;
@@ -340,88 +400,65 @@ static void attend_tile(const Attention& a, const AttentionItem& item, const Blo
     same &= from[r] == from[0] && to[r] == to[0];
   }
   if (!any) return;
-  const bool is_8 = a.format == Format::kv8;
-  if (!block.is_packed) scores_of<R>(q + first * a.dim, block, a.dim, scores);
-  else if (is_8) packed_scores<Format::kv8, R>(q + first * a.dim, block, a.page, a.dim, scores);
-  else packed_scores<Format::kv4, R>(q + first * a.dim, block, a.page, a.dim, scores);
+  const float *q = scratch.queries + first * a.dim, *sums = scratch.sums + first * (a.dim / kKvGroup);
+  float* scores = scratch.scores;
+  if (!block.is_packed) scores_of<R>(q, block, a.dim, scores);
+  else
+    (a.format == Format::kv8 ? packed_scores<Format::kv8, R> : packed_scores<Format::kv4, R>)(
+        q, sums, block.packed, a.page, a.dim, scores);
   float factors[R];
-  for (int r = 0; r < R; ++r)
-    factors[r] = from[r] < to[r] ? weigh(scores + r * KB, from[r], to[r], a.softcap, state.largest[first + r],
-                                         state.total[first + r])
-                                 : 1.0f;
+  weigh<R>(scores, from, to, a.softcap, state.largest + first, state.total + first, factors);
   float* values = state.values + first * state.width;
-  if (same && !block.is_packed) {
-    add_values<R>(block, scores, from[0], to[0], factors, values, state.width);
-    return;
-  }
-  if (same) {
-    (is_8 ? add_packed_values<Format::kv8, R> : add_packed_values<Format::kv4, R>)(
-        block, a.page, scores, from[0], to[0], factors, values, state.width);
-    return;
-  }
+  if (same) return add_weighted<R>(a, block, scores, from[0], to[0], factors, values, state.width, scratch.scaled);
   for (int r = 0; r < R; ++r)
-    if (from[r] < to[r]) {
-      if (!block.is_packed)
-        add_values<1>(block, scores + r * KB, from[r], to[r], factors + r, values + r * state.width, state.width);
-      else
-        (is_8 ? add_packed_values<Format::kv8, 1> : add_packed_values<Format::kv4, 1>)(
-            block, a.page, scores + r * KB, from[r], to[r], factors + r, values + r * state.width, state.width);
-    }
+    if (from[r] < to[r])
+      add_weighted<1>(a, block, scores + r * KB, from[r], to[r], factors + r, values + r * state.width, state.width,
+                      scratch.scaled);
 }
 
-// Queries, scaled, as [tile][dim][rows of the tile].
-static void pack_queries(const Attention& a, const AttentionItem& item, float* packed) {
-  long group = a.heads / a.kv_heads, rows = item.num_rows * group;
-  for (long first = 0; first < rows; first += AR) {
-    long count = least(AR, rows - first);
-    for (long r = 0; r < count; ++r) {
-      long row = first + r;
-      const float* q = a.q + ((item.row_begin + row / group) * a.heads + item.kv_head * group + row % group) * a.dim;
-      for (long d = 0; d < a.dim; ++d) packed[first * a.dim + d * count + r] = q[d] * a.scale;
+static void load_queries(const Attention& a, const AttentionItem& item, const Scratch& scratch) {
+  const long group = a.heads / a.kv_heads, rows = item.num_rows * group;
+  for (long row = 0; row < rows; ++row) {
+    const float* q = a.q + ((item.row_begin + row / group) * a.heads + item.kv_head * group + row % group) * a.dim;
+    float* to = scratch.queries + row * a.dim;
+    for (long d = 0; d < a.dim; ++d) to[d] = q[d] * a.scale;
+    if (a.format != Format::kv4) continue;
+    for (long g = 0; g < a.dim / kKvGroup; ++g) {
+      vf sums = {};
+      for (long d = 0; d < kKvGroup; d += W) sums += load(to + g * kKvGroup + d);
+      scratch.sums[row * (a.dim / kKvGroup) + g] = sum(sums);
     }
   }
 }
 
-struct Scratch {
-  float *packed, *keys, *value_rows, *scores, *rest;
-
-  Scratch(const Attention& a, const AttentionShape& s, float* memory) {
-    packed = memory;
-    keys = packed + aligned((s.rows + AR) * a.dim);
-    value_rows = keys + KB * a.dim;
-    scores = value_rows + KB * s.width();
-    rest = scores + KB * AR;
-  }
-};
-
-static void run_split(const Attention& a, const AttentionItem& item, long split, State& state, Scratch& scratch) {
+static void run_split(const Attention& a, const AttentionItem& item, long split, State& state,
+                      const Scratch& scratch) {
   state.clear();
   Range all = {seen(a, item, 0).begin, seen(a, item, item.num_rows - 1).end};
   long begin = most(split * kSplit, all.begin / KB * KB), end = least((split + 1) * kSplit, all.end);
-  const bool is_packed = is_quantized(a.format) && state.rows <= AR && state.width == a.value_dim;
   for (long position = begin; position < end; position += KB) {
     Block block;
     block.begin = position;
     block.from = most(0, all.begin - position);
     block.to = least(KB, all.end - position);
-    block.is_packed = is_packed;
+    block.is_packed = is_quantized(a.format);
     const long next_end = least(position + 2 * KB, all.end);
-    if (is_packed) look_ahead(a, item, block, position + KB, next_end);
-    else if (state.rows <= 2 * AR) prefetch(a, item, position + KB, next_end);
-    if (is_packed) {
-      find_packed(a, item, block);
+    if (block.is_packed) {
+      find_packed(a, item, block, scratch.value_scales);
+      if (state.rows <= 2 * AR) look_ahead(a, item, block.packed, position + KB, next_end);
     } else {
+      if (state.rows <= 2 * AR) prefetch(a, item, position + KB, next_end);
       find_keys(a, item, block, scratch.keys);
       find_values(a, item, block, scratch.value_rows);
     }
     for (long first = 0; first < state.rows; first += AR) {
       switch (state.rows - first) {
-        case 1: attend_tile<1>(a, item, block, first, scratch.packed, state, scratch.scores); break;
-        case 2: attend_tile<2>(a, item, block, first, scratch.packed, state, scratch.scores); break;
-        case 3: attend_tile<3>(a, item, block, first, scratch.packed, state, scratch.scores); break;
-        case 4: attend_tile<4>(a, item, block, first, scratch.packed, state, scratch.scores); break;
-        case 5: attend_tile<5>(a, item, block, first, scratch.packed, state, scratch.scores); break;
-        default: attend_tile<AR>(a, item, block, first, scratch.packed, state, scratch.scores);
+        case 1: attend_tile<1>(a, item, block, first, scratch, state); break;
+        case 2: attend_tile<2>(a, item, block, first, scratch, state); break;
+        case 3: attend_tile<3>(a, item, block, first, scratch, state); break;
+        case 4: attend_tile<4>(a, item, block, first, scratch, state); break;
+        case 5: attend_tile<5>(a, item, block, first, scratch, state); break;
+        default: attend_tile<AR>(a, item, block, first, scratch, state);
       }
     }
   }
@@ -465,7 +502,7 @@ static void attend_split(const Attention& a, const AttentionItem& item, long spl
   AttentionShape shape(a, item.num_rows);
   Scratch scratch(a, shape, memory);
   State state(partial, shape);
-  pack_queries(a, item, scratch.packed);
+  load_queries(a, item, scratch);
   run_split(a, item, split, state, scratch);
 }
 
@@ -484,7 +521,7 @@ static void attend_whole(const Attention& a, const AttentionItem& item, float* m
   Scratch scratch(a, shape, memory);
   State state(scratch.rest, shape), part(scratch.rest + aligned(shape.state()), shape);
   state.clear();
-  pack_queries(a, item, scratch.packed);
+  load_queries(a, item, scratch);
   Range splits = splits_of(a, item);
   for (long split = splits.begin; split < splits.end; ++split) {
     run_split(a, item, split, part, scratch);

@@ -18,7 +18,7 @@ namespace {
 
 #include "narrow.h"
 
-#include "widen_pages.h"
+#include "page_bytes.h"
 
 #include "attention.h"
 #include "matmul.h"

@@ -20,9 +20,9 @@ typedef float v4 __attribute__((vector_size(16), may_alias));
 #define INLINE_MEMBER inline __attribute__((always_inline))
 #define INLINE_LAMBDA __attribute__((always_inline))
 
-INLINE long least(long a, long b) { return a < b ? a : b; }
-INLINE long most(long a, long b) { return a > b ? a : b; }
-INLINE long ceil_div(long a, long b) { return (a + b - 1) / b; }
+INLINE constexpr long least(long a, long b) { return a < b ? a : b; }
+INLINE constexpr long most(long a, long b) { return a > b ? a : b; }
+INLINE constexpr long ceil_div(long a, long b) { return (a + b - 1) / b; }
 
 INLINE vf load(const float* p) { return (vf) * (const vf_unaligned*)p; }
 INLINE void store(float* p, vf v) { *(vf_unaligned*)p = (vf_unaligned)v; }
@@ -85,6 +85,18 @@ INLINE v4 sum4(vf a, vf b, vf c, vf d) {
 INLINE float sum(vf a) {
   v4 f = fold(a);
   return (f[0] + f[2]) + (f[1] + f[3]);
+}
+
+// Every other lane of two vectors in a row, from the first or the second on.
+INLINE vf evens(vf a, vf b) {
+  vi from;
+  for (int l = 0; l < W; ++l) from[l] = 2 * l;
+  return (vf)__builtin_shuffle((vi)a, (vi)b, from);
+}
+INLINE vf odds(vf a, vf b) {
+  vi from;
+  for (int l = 0; l < W; ++l) from[l] = 2 * l + 1;
+  return (vf)__builtin_shuffle((vi)a, (vi)b, from);
 }
 
 INLINE vf greater(vf a, vf b) { return a > b ? a : b; }
