@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from metal_on_host import Report
 from mlxserve_kernels import reference
-from mlxserve_kernels.metal_kernels.matmul import QuantizedWeight
+from mlxserve_kernels.metal_kernels.weights import QuantizedWeight
 
 TOLERANCE = {mx.float32: 2e-6, mx.float16: 1e-3, mx.bfloat16: 8e-3}
 """Times the largest value of the true result: float32 sums in another order, then one rounding."""

@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 
 from metal_on_host import Host, MetalFault, MetalHostError, Settings
+from mlxserve_kernels import reference
+from mlxserve_kernels.experts import Activation
 from mlxserve_kernels.metal_kernels import maker
-from mlxserve_kernels.metal_kernels.matmul import MatmulKernels, QuantizedWeight
+from mlxserve_kernels.metal_kernels.matmul import MatmulKernels
+from mlxserve_kernels.metal_kernels.weights import QuantizedWeight
 from tests.metal.products import assert_close, assert_weights_once, quantized, true_product
 
 FORMATS = [
@@ -109,7 +112,7 @@ def test_leading_axes_and_non_contiguous_rows(host: Host) -> None:
 def test_slices_of_a_stacked_matrix(host: Host) -> None:
     x = mx.random.normal((2, 96))
     weight = quantized(20, 96, group_size=32, dtype=mx.float32)
-    part = weight._replace(w=weight.w[7:19], scales=weight.scales[7:19], biases=weight.biases[7:19])  # type: ignore[index]
+    part = weight.rows(7, 19)
     assert mx.array_equal(matmul(host, x, part), matmul(host, x, weight)[:, 7:19]).item()
 
 
@@ -148,6 +151,43 @@ def test_each_weight_once_and_coalesced(
     assert report.threadgroup_bytes <= 16384
 
 
+@pytest.mark.parametrize("rows", [1, 2, 4, 16])
+def test_gate_and_up_once_and_coalesced(cache_dir: Path, rows: int) -> None:
+    host = Host(Settings(cache_dir=cache_dir))
+    x = mx.random.normal((rows, 2048)).astype(mx.float16)
+    MatmulKernels(host.metal_kernel).gate_up(x, quantized(32, 2048), quantized(32, 2048), activation="silu")
+    names = tuple(f"{part}_{name}" for part in ("gate", "up") for name in ("w", "scales", "biases"))
+    assert_weights_once(host.reports[-1], names)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("rows", [1, 6])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16])
+def test_gate_up(host: Host, dtype: mx.Dtype, rows: int, activation: Activation) -> None:
+    """Large products, so that the activations saturate; the weights are halves of one."""
+    x = (2 * mx.random.normal((rows, 96))).astype(dtype)
+    stacked = quantized(38, 96, group_size=32, dtype=dtype)
+    gate, up = stacked.rows(0, 19), stacked.rows(19, 38)
+    kernels = MatmulKernels(host.metal_kernel)
+    y = kernels.gate_up(x, gate, up, activation=activation)
+    both = true_product(x, stacked)
+    assert_close(y, reference.gated(both[:, :19], both[:, 19:], activation), dtype)
+    assert mx.array_equal(kernels.gate_up(x[:1], gate, up, activation=activation), y[:1]).item()
+
+
+def test_gate_up_with_biases(host: Host) -> None:
+    x, biases = mx.random.normal((2, 64)), mx.random.normal((2, 5))
+    gate, up = quantized(5, 64, dtype=mx.float32), quantized(5, 64, dtype=mx.float32)
+    kernels = MatmulKernels(host.metal_kernel)
+    y = kernels.gate_up(x, gate, up, activation="silu", gate_bias=biases[0], up_bias=biases[1])
+    products = true_product(x, gate) + biases[0], true_product(x, up) + biases[1]
+    assert_close(y, reference.gated(*products, "silu"), mx.float32)
+    with pytest.raises(ValueError, match="gate and up must be alike"):
+        kernels.gate_up(x, gate, up, activation="silu", gate_bias=biases[0])
+    with pytest.raises(ValueError, match="gate and up must be alike"):
+        kernels.gate_up(x, gate, up.rows(0, 4), activation="silu")
+
+
 def test_more_rows_read_the_weights_once_a_tile(host: Host) -> None:
     x = mx.random.normal((33, 256)).astype(mx.float16)
     weight = quantized(32, 256)
@@ -158,8 +198,8 @@ def test_more_rows_read_the_weights_once_a_tile(host: Host) -> None:
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 STAGING = BARRIER + "\n    const int at"
 STORED = "to[1] = *(const device vec<T, 4>*)(from + 4);\n    }\n    "
-REDUCED = "for (int m = 0; m < Rows; m++) sums[j][m] = simd_sum("
-BIASED = "product.sums[i][m] += float(bias[n + i]);"
+REDUCED = "sums[j][m] = simd_sum("
+BIASED = "sums[Which * Outputs + i][m] += float(bias[n + i]);"
 
 
 @pytest.mark.parametrize(
@@ -195,10 +235,10 @@ BIASED = "product.sums[i][m] += float(bias[n + i]);"
 def test_planted_fault_is_caught(
     host: Host, monkeypatch: pytest.MonkeyPatch, rows: int, old: str, new: str, kind: str
 ) -> None:
-    sound = maker.source
-    texts = {name: sound(name) for name in ("unpack.h", "matmul.h")}
-    assert any(old in text for text in texts.values())
-    monkeypatch.setattr(maker, "source", lambda name: texts[name].replace(old, new))
+    source = maker.source
+    planted = {name: source(name).replace(old, new) for name in ("unpack.h", "matmul.h")}
+    assert any(planted[name] != source(name) for name in planted)
+    monkeypatch.setattr(maker, "source", lambda name: planted.get(name) or source(name))
     x = mx.random.normal((rows, 1056))
     weight = quantized(35, 1056, group_size=32, dtype=mx.float32)
     bias = mx.random.normal((35,))

@@ -118,11 +118,28 @@ struct Product {
         }
       }
     }
-    for (int j = 0; j < width; j++)
-      for (int m = 0; m < Rows; m++) sums[j][m] = simd_sum(sums[j][m]);
+#pragma clang loop unroll(full)
+    for (int m = 0; m < Rows; m++)
+      if (m < rows.count)
+        for (int j = 0; j < width; j++) sums[j][m] = simd_sum(sums[j][m]);
   }
 
-  // sums[i][m] is output n + i of row m. Lanes store 32 of them at a time.
+  // To the outputs of a matrix.
+  template <int Which = 0, typename B>
+  void add_bias(const device B* bias, int n, int outputs) thread {
+    for (int i = 0; i < Outputs; i++)
+      if (n + i < outputs)
+        for (int m = 0; m < Rows; m++) sums[Which * Outputs + i][m] += float(bias[n + i]);
+  }
+
+  // The first matrix's outputs become activation(first) * second.
+  template <int A>
+  void gate() thread {
+    for (int i = 0; i < Outputs; i++)
+      for (int m = 0; m < Rows; m++) sums[i][m] = activated<A>(sums[i][m]) * sums[Outputs + i][m];
+  }
+
+  // Output n + i of row m is sums[i][m]. Lanes store 32 of them at a time.
   template <typename R>
   void store(device T* y, R rows, int n, int outputs, uint lane) const thread {
     for (int first = 0; first < Rows * Outputs; first += 32) {
@@ -136,7 +153,7 @@ struct Product {
 };
 
 template <typename U, typename W>
-Matrix<U> matrix(const device W* w, const device typename U::Scale* scales, const device typename U::Scale* biases) {
+Matrix<U> matrix_of(const device W* w, const device typename U::Scale* scales, const device typename U::Scale* biases) {
   Matrix<U> m;
   m.w = (const device uchar*)w;
   m.scales = scales;
@@ -171,9 +188,37 @@ void quantized_matmul(
   Product<T, U, Rows, 4, 1, Simdgroups> product;
   if (!product.is_staged && n >= outputs) return;
   product.run(&weights, x, row_tile, n, outputs, size, tile, simdgroup, lane);
+  if constexpr (HasBias) product.add_bias(bias, n, outputs);
+  product.store(y, row_tile, n, outputs, lane);
+}
+
+// y [rows, outputs] = activation(x @ gate.T + gate_bias) * (x @ up.T + up_bias); else as quantized_matmul, with 2
+// outputs a simdgroup.
+template <typename U, int Rows, int Simdgroups, bool HasBias, int A, typename T, typename B>
+void gate_up(
+    const device T* x,
+    Matrix<U> gate,
+    Matrix<U> up,
+    const device B* gate_bias,
+    const device B* up_bias,
+    device T* y,
+    int rows,
+    int outputs,
+    int size,
+    threadgroup vec<T, 4>* tile,
+    uint3 group,
+    uint simdgroup,
+    uint lane) {
+  const int n = (int(group.x) * Simdgroups + int(simdgroup)) * 2;
+  const NeighbourRows row_tile = tile_rows(int(group.y), Rows, rows);
+  Product<T, U, Rows, 2, 2, Simdgroups> product;
+  if (!product.is_staged && n >= outputs) return;
+  const Matrix<U> matrices[2] = {gate, up};
+  product.run(matrices, x, row_tile, n, outputs, size, tile, simdgroup, lane);
   if constexpr (HasBias) {
-    for (int i = 0; i < 4 && n + i < outputs; i++)
-      for (int m = 0; m < Rows; m++) product.sums[i][m] += float(bias[n + i]);
+    product.add_bias(gate_bias, n, outputs);
+    product.template add_bias<1>(up_bias, n, outputs);
   }
+  product.template gate<A>();
   product.store(y, row_tile, n, outputs, lane);
 }
