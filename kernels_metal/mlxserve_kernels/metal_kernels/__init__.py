@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from mlxserve_kernels.metal_kernels.maker import KernelMaker, mlx_maker
 from mlxserve_kernels.metal_kernels.norms import NormKernels
+from mlxserve_kernels.metal_kernels.pages import PageKernels
 
 
 class MetalKernels:
@@ -16,3 +17,4 @@ class MetalKernels:
     def __init__(self, make: KernelMaker | None = None) -> None:
         make = make or mlx_maker()
         self.norms = NormKernels(make)
+        self.pages = PageKernels(make)
