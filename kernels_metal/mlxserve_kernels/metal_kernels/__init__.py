@@ -10,6 +10,7 @@ from mlxserve_kernels.metal_kernels.experts import ExpertKernels
 from mlxserve_kernels.metal_kernels.maker import KernelMaker, mlx_maker
 from mlxserve_kernels.metal_kernels.matmul import MatmulKernels
 from mlxserve_kernels.metal_kernels.norms import NormKernels
+from mlxserve_kernels.metal_kernels.pages import PageKernels
 
 
 class MetalKernels:
@@ -20,3 +21,4 @@ class MetalKernels:
         self.experts = ExpertKernels(make)
         self.matmul = MatmulKernels(make)
         self.norms = NormKernels(make)
+        self.pages = PageKernels(make)
