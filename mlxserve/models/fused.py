@@ -9,7 +9,8 @@ Caches of other kinds than ours always take mlx-lm's own path.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from math import log
 from typing import Any, Literal
 
@@ -17,9 +18,11 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxserve.models.experts import gated_experts, router
+from mlxserve.models.joined import join_layers
 from mlxserve.models.layers import KernelLinear, KernelQuantizedLinear, KernelRMSNorm, TiledLinear
 from mlxserve.models.paged import LayerSpec, ModelPages, PagedLayerCache, PagedMetadata
 from mlxserve_kernels.decoder import DecoderLayer, Experts, Norm, Projection, Rope
+from mlxserve_kernels.dispatch import decoder_kind
 from mlxserve_kernels.op_stack import OpStack
 from mlxserve_kernels.stacks import Stack, can_stack, make_stack
 
@@ -269,7 +272,7 @@ def _attention(attention: nn.Module, spec: LayerSpec) -> dict[str, Any]:
         ends = [heads * dim, (heads + kv_heads) * dim, (heads + kv_heads) * dim + kv_heads * value_dim]
         q, k, v = _split(attention.qkv_proj, ends)
     else:
-        q, k, v = (_projection(attention[name]) for name in ("q_proj", "k_proj", "v_proj"))
+        q, k, v = _separate([attention[name] for name in ("q_proj", "k_proj", "v_proj")])
     return {
         "heads": heads,
         "kv_heads": kv_heads,
@@ -356,6 +359,23 @@ def _projection(layer: nn.Module, begin: int = 0, end: int | None = None) -> Pro
 def _split(layer: nn.Module, ends: Sequence[int]) -> list[Projection]:
     """Consecutive outputs of one layer."""
     return [_projection(layer, begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def _separate(layers: Sequence[nn.Module]) -> list[Projection]:
+    """Layers that read the same rows: op by op, as ranges of one weight where their formats allow it."""
+    parts = [_projection(layer) for layer in layers]
+    joined = join_layers(layers) if decoder_kind() == "ops" else None
+    if joined is None:
+        return parts
+    whole = replace(
+        parts[0],
+        w=joined["weight"],
+        scales=joined.get("scales"),
+        biases=joined.get("biases"),
+        bias=joined.get("bias"),
+    )
+    ends = list(accumulate(part.num_outputs for part in parts))
+    return [replace(whole, begin=a, end=b) for a, b in zip([0, *ends], ends, strict=False)]
 
 
 def _norm(module: nn.Module, name: str | None) -> Norm | None:

@@ -62,6 +62,28 @@ def test_bits_of_a_row_depend_on_itself_alone(family: str, bits: int | None, tmp
         np.testing.assert_array_equal(in_chunks(model, tokens, chunks, range(8)), whole)
 
 
+@pytest.mark.parametrize(("family", "bits"), [("llama-biased", None), ("llama-biased", 6), ("phi3", 6)])
+def test_queries_keys_and_values_are_one_product(family: str, bits: int | None, tmp_path: Path) -> None:
+    """Their layers keep their arrays, on the memory of the whole one."""
+    folder = tiny(tmp_path, family, bits=bits)
+    model = load_model(folder)
+    (stack,) = (part.stack for part in fused_parts(model.module).values() if part.stack is not None)
+    assert isinstance(stack, OpStack)
+    for layer, block in zip(stack._layers, model.module.layers, strict=True):
+        assert layer.qkv is not None
+        assert layer.qkv.num_outputs == 64 + 32 + 32
+        if family == "phi3":
+            continue
+        address = np.asarray(layer.qkv.w).ctypes.data
+        for name in ("q_proj", "k_proj", "v_proj"):
+            weight = block.self_attn[name].weight
+            assert np.asarray(weight).ctypes.data == address
+            address += weight.nbytes
+    tokens = random_tokens(20)
+    expected = in_chunks(load_model(folder, fuse=False), tokens, (12, 1, 7), range(3))
+    assert_close(in_chunks(model, tokens, (12, 1, 7), range(3)), expected)
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "mixtral", "phi3"])
 def test_with_mlxs_own_ops(family: str, tmp_path: Path) -> None:
     folder, tokens = tiny(tmp_path, family, bits=4), random_tokens(20)

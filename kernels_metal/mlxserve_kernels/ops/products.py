@@ -5,7 +5,8 @@ from __future__ import annotations
 import mlx.core as mx
 
 from mlxserve_kernels import reference
-from mlxserve_kernels.dispatch import FLOAT_TYPES, extension, reads_quantized
+from mlxserve_kernels.dispatch import FLOAT_TYPES, extension, metal, reads_quantized
+from mlxserve_kernels.metal_kernels.matmul import MAX_TILE_ROWS
 
 
 def quantized_matmul(
@@ -33,14 +34,27 @@ def quantized_matmul(
     >>> quantized_matmul(mx.ones((3, 64)), w, scales, biases, group_size=32, bits=4, transpose=False).shape
     (3, 128)
     """
-    cpu = extension()
     is_read = reads_quantized(scales, biases, group_size=group_size, bits=bits, mode=mode)
-    if cpu is None or not is_read or x.dtype not in FLOAT_TYPES or w.ndim != 2:
+    is_read = is_read and x.dtype in FLOAT_TYPES and w.ndim == 2
+    if is_read and transpose and has_few_rows(x):
+        kernels = metal("quantized_matmul")
+        if kernels is not None:
+            return kernels.matmul.quantized_matmul(
+                x, w, scales, biases, group_size=group_size, bits=bits, mode=mode
+            )
+    cpu = extension()
+    if cpu is None or not is_read:
         return reference.quantized_matmul(
             x, w, scales, biases, group_size=group_size, bits=bits, mode=mode, transpose=transpose
         )
     y: mx.array = cpu.quantized_matmul(x, w, scales, biases, group_size, bits, mode, transpose)
     return y
+
+
+def has_few_rows(x: mx.array) -> bool:
+    """Whether Metal kernels for 1 to MAX_TILE_ROWS rows take x [..., K]: beyond these MLX's own tiles are the
+    better use of the arithmetic."""
+    return 0 < x.size <= MAX_TILE_ROWS * x.shape[-1]
 
 
 def linear(x: mx.array, w: mx.array) -> mx.array:

@@ -7,11 +7,14 @@ from dataclasses import replace
 import mlx.core as mx
 
 from mlxserve_kernels.decoder import Projection
-from mlxserve_kernels.dispatch import TILE_ROWS
+from mlxserve_kernels.dispatch import TILE_ROWS, metal
 from mlxserve_kernels.experts import Activation
-from mlxserve_kernels.ops.products import linear, quantized_matmul
+from mlxserve_kernels.ops.products import has_few_rows, linear, quantized_matmul
 from mlxserve_kernels.ops.rows import gated
 from mlxserve_kernels.ops.tiles import tiled_matmul
+
+ALIGNMENT = 16
+"""Bytes at a multiple of which the arrays of Metal kernels start."""
 
 
 def project(x: mx.array, projection: Projection) -> mx.array:
@@ -22,12 +25,9 @@ def project(x: mx.array, projection: Projection) -> mx.array:
     (3, 4)
     """
     part = own_rows(projection)
-    if part.scale_dtype is not None:
-        y = tiled_matmul(x, part.w, group_size=part.group_size, bits=part.bits, scale_dtype=part.scale_dtype)
-    elif part.scales is None:
-        y = linear(x, part.w)
-    else:
-        y = quantized_matmul(
+    kernels = metal("quantized_matmul")
+    if kernels is not None and part.scales is not None and part.is_supported and has_few_rows(x):
+        return kernels.matmul.quantized_matmul(
             x,
             part.w,
             part.scales,
@@ -35,19 +35,45 @@ def project(x: mx.array, projection: Projection) -> mx.array:
             group_size=part.group_size,
             bits=part.bits,
             mode=part.mode,
+            bias=part.bias,
         )
+    y = _without_bias(x, part)
     return y if part.bias is None else y + part.bias.astype(x.dtype)
 
 
+def _without_bias(x: mx.array, part: Projection) -> mx.array:
+    if part.scale_dtype is not None:
+        return tiled_matmul(
+            x, part.w, group_size=part.group_size, bits=part.bits, scale_dtype=part.scale_dtype
+        )
+    if part.scales is None:
+        return linear(x, part.w)
+    return quantized_matmul(
+        x,
+        part.w,
+        part.scales,
+        part.biases,
+        group_size=part.group_size,
+        bits=part.bits,
+        mode=part.mode,
+    )
+
+
 def own_rows(projection: Projection) -> Projection:
-    """The same with arrays that are just its rows: slices of those of the whole weight, on their memory."""
+    """The same with arrays that are just its rows: slices of those of the whole weight, on their memory where
+    they start as Metal kernels want it."""
     begin, end = projection.begin, projection.begin + projection.num_outputs
     if begin == 0 and end == projection.num_rows:
         return projection
     unit = 1 if projection.scale_dtype is None else TILE_ROWS
 
     def rows(array: mx.array | None) -> mx.array | None:
-        return None if array is None else array[begin // unit : end // unit]
+        if array is None:
+            return None
+        part = array[begin // unit : end // unit]
+        offset = begin // unit * array.nbytes // array.shape[0]
+        is_copied = offset % ALIGNMENT != 0 and part.shape[0] > 1
+        return mx.concatenate([part[:1], part[1:]]) if is_copied else part
 
     w = rows(projection.w)
     assert w is not None
