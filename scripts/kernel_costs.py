@@ -15,10 +15,14 @@ import mlx.core as mx
 
 from metal_on_host import Host, Report, Settings
 from mlxserve_kernels.metal_kernels import MetalKernels
+from mlxserve_kernels.metal_kernels.weights import QuantizedWeight
 
 GROUP_SIZE, BITS = 64, 4
 ROWS = (1, 4, 16)
-STREAMED = frozenset(("w", "scales", "biases", "k_pool", "v_pool"))
+_WEIGHTS = ("w", "scales", "biases")
+STREAMED = frozenset(
+    ("k_pool", "v_pool", *(f"{part}{name}" for part in ("", "gate_", "up_") for name in _WEIGHTS))
+)
 """Buffers that are read once; what is read again of others is assumed to come from a cache."""
 
 
@@ -209,6 +213,14 @@ def _products(model: Model, rows: int) -> Iterator[Case]:
         flops = 2.0 * rows * inputs * outputs
         label = f"{what}: {inputs} to {outputs}"
         yield Case("quantized_matmul", label, rows, run, outputs, flops, (64, 128, 192))
+
+    def gate_up(kernels: MetalKernels, size: int) -> Any:
+        gate, up = (QuantizedWeight(*_quantized(size, model.hidden), GROUP_SIZE, BITS) for _ in range(2))
+        return kernels.matmul.gate_up(_normal(rows, model.hidden), gate, up, activation="silu")
+
+    flops = 4.0 * rows * model.hidden * model.ffn
+    label = f"{model.hidden} to twice {model.ffn}"
+    yield Case("gate_up", label, rows, gate_up, model.ffn, flops, (64, 128, 192))
 
 
 def _normal(*shape: int) -> mx.array:

@@ -6,25 +6,31 @@ Sizes are those of Llama 3.1 8B on a device, and tiny on a host.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import mlx.core as mx
 
 from mlxserve_kernels import ops
+from mlxserve_kernels.decoder import Projection
+from mlxserve_kernels.experts import ExpertWeights
 
 Run = Callable[[], Sequence[mx.array]]
 """Builds the same results, lazily, from the same inputs each time."""
 
-_TOLERANCE = {mx.float32: 1e-5, mx.float16: 4e-3, mx.bfloat16: 3e-2}
+_GROUP_SIZE = 64
+_TOLERANCE = {mx.float16: 2e-3, mx.bfloat16: 1.6e-2}
+"""A few roundings to the dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """``tolerance``: the largest difference, relative to the largest value."""
+    """``tolerance``: the largest difference from ``expected``, which mlx's own ops compute in float32,
+    relative to the largest value. ``run`` is also what mlx's own ops are timed with."""
 
     label: str
     run: Run
+    expected: Run
     tolerance: float
     is_timed: bool = True
 
@@ -44,12 +50,76 @@ def _add_rms_norm_cases(is_small: bool) -> Iterator[Case]:
             yield _case(f"{rows} x {size}", dtype, ops.rms_norm, x, weight, 1e-5, residual)
 
 
+def _quantized_cases(is_small: bool) -> Iterator[Case]:
+    outputs, inputs = (24, 128) if is_small else (4096, 4096)
+    for dtype, bits in ((mx.float16, 4), (mx.bfloat16, 4), (mx.bfloat16, 8)):
+        weight = _quantized(outputs, inputs, bits=bits, dtype=dtype)
+        for rows in (1, 4, 16):
+            x = _normal(rows, inputs, dtype=dtype)
+            label = f"{rows} x {inputs} to {outputs}, {bits} bit"
+            yield _case(label, dtype, ops.quantized_matmul, x, *weight, group_size=_GROUP_SIZE, bits=bits)
+
+
+def _gate_up_cases(is_small: bool) -> Iterator[Case]:
+    outputs, inputs = (24, 128) if is_small else (14336, 4096)
+    for dtype, bits in ((mx.float16, 4), (mx.bfloat16, 4)):
+        gate, up = (
+            Projection(*_quantized(outputs, inputs, bits=bits, dtype=dtype), _GROUP_SIZE, bits)
+            for _ in range(2)
+        )
+        for rows in (1, 4, 16):
+            x = _normal(rows, inputs, dtype=dtype)
+            label = f"{rows} x {inputs} to twice {outputs}, {bits} bit"
+            yield _case(label, dtype, ops.gate_up, x, gate, up, activation="silu")
+
+
+def _expert_cases(is_small: bool, call: Callable[..., Any], num_matrices: int) -> Iterator[Case]:
+    """Sizes of Qwen 3 30B-A3B on a device."""
+    count, top_k, size, inner = (4, 2, 64, 32) if is_small else (128, 8, 2048, 768)
+    shapes = ((inner, size), (inner, size), (size, inner))[:num_matrices]
+    for dtype in (mx.float16, mx.bfloat16):
+        matrices = [
+            ExpertWeights(*_quantized(count, *shape, bits=4, dtype=dtype, group_size=32), 32, 4)
+            for shape in shapes
+        ]
+        for rows in (1, 4, 16):
+            x = _normal(rows, size, dtype=dtype)
+            ids = mx.argsort(mx.random.uniform(shape=(rows, count)), axis=-1)[:, :top_k].astype(mx.int32)
+            mx.eval(ids)
+            yield _case(f"{rows} x {size}, {top_k} of {count}", dtype, call, x, ids, *matrices)
+
+
+def _quantized(
+    *shape: int, bits: int, dtype: mx.Dtype, group_size: int = 64
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Random integers with small scales: quantizing floats would take longer."""
+    words = mx.random.randint(0, 1 << 31, (*shape[:-1], shape[-1] * bits // 32)).astype(mx.uint32)
+    scales = (0.01 * mx.random.uniform(shape=(*shape[:-1], shape[-1] // group_size))).astype(dtype)
+    biases = (-0.5 * (1 << bits) * scales).astype(dtype)
+    mx.eval(words, scales, biases)
+    return words, scales, biases
+
+
 def _case(label: str, dtype: mx.Dtype, call: Callable[..., Any], *inputs: Any, **options: Any) -> Case:
     def run() -> Sequence[mx.array]:
-        result = call(*inputs, **options)
-        return result if isinstance(result, tuple) else (result,)
+        return _results(call(*inputs, **options))
 
-    return Case(f"{label} {_name(dtype)}", run, _TOLERANCE[dtype])
+    def expected() -> Sequence[mx.array]:
+        return _results(call(*map(_wide, inputs), **options))
+
+    return Case(f"{label} {_name(dtype)}", run, expected, _TOLERANCE[dtype])
+
+
+def _results(result: Any) -> Sequence[mx.array]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def _wide(value: Any) -> Any:
+    """In float32: arrays, and the arrays of weights."""
+    if isinstance(value, Projection | ExpertWeights):
+        return replace(value, **{f.name: _wide(getattr(value, f.name)) for f in fields(value)})
+    is_float = isinstance(value, mx.array) and mx.issubdtype(value.dtype, mx.floating)
+    return value.astype(mx.float32) if is_float else value
 
 
 def _normal(*shape: int, dtype: mx.Dtype) -> mx.array:
@@ -64,6 +134,10 @@ def _name(dtype: mx.Dtype) -> str:
 
 _CASES: dict[str, Callable[[bool], Iterator[Case]]] = {
     "add_rms_norm": _add_rms_norm_cases,
+    "quantized_matmul": _quantized_cases,
+    "gate_up": _gate_up_cases,
+    "gather_matmul": lambda is_small: _expert_cases(is_small, ops.gather_matmul, 1),
+    "gated_experts": lambda is_small: _expert_cases(is_small, ops.gated_experts, 3),
 }
 
 KERNELS = tuple(_CASES)

@@ -25,10 +25,10 @@ from tests.tiny_models import TinyModel, write_tiny_model
 
 PAGE = 16
 NEW_TOKENS = 12
-KERNELS = {"add_rms_norm"}
+KERNELS = {"add_rms_norm", "quantized_matmul", "gate_up"}
 """What a Llama's steps run."""
-TOLERANCE = {"float32": 1e-5, "float16": 8e-3, "bfloat16": 6e-2}
-"""Largest difference of a logit, relative to the largest logit."""
+TOLERANCE = {"float32": 1e-5, "float16": 2e-2}
+"""Largest difference of a logit from float32, relative to the step's largest logit."""
 
 
 class RecordingTarget(ModelTarget):
@@ -82,17 +82,25 @@ def llama(folder: Path, dtype: str) -> Path:
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_a_llama_runs_as_metal(host: Host, dtype: str, tmp_path: Path) -> None:
     folder = llama(tmp_path, dtype)
-    # mlx-lm's own blocks, in the model's dtype as well.
+    exact = serve(folder, REFERENCE)
+    # mlx-lm's own blocks, in the model's dtype as ours.
     plain = serve(folder, metal_selection(host.metal_kernel, proven=frozenset()))
     assert not host.reports
     ours = serve(folder, metal_selection(host.metal_kernel))
     assert {report.name for report in host.reports} == KERNELS
-    assert ours.tokens == plain.tokens
+    assert ours.tokens == plain.tokens == exact.tokens
     assert [len(tokens) for tokens in ours.tokens] == [NEW_TOKENS, NEW_TOKENS]
     assert max(ours.rows) > 8 and 2 in ours.rows, "chunks, then both decode together"
-    assert len(ours.logits) == len(plain.logits)
-    for a, b in zip(ours.logits, plain.logits, strict=True):
-        assert np.abs(a - b).max() <= TOLERANCE[dtype] * np.abs(b).max()
+    errors, plain_errors = (_errors(side.logits, exact.logits) for side in (ours, plain))
+    assert max(errors) <= TOLERANCE[dtype]
+    if dtype != "float32":
+        # Kernels round once where single operations round often.
+        assert np.mean(errors) <= np.mean(plain_errors)
+
+
+def _errors(found: list[np.ndarray], exact: list[np.ndarray]) -> list[float]:
+    """Of each step, relative to its largest logit."""
+    return [float(np.abs(a - b).max() / np.abs(b).max()) for a, b in zip(found, exact, strict=True)]
 
 
 def test_tokens_are_those_of_the_cpu(host: Host, tmp_path: Path) -> None:

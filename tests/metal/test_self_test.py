@@ -89,7 +89,7 @@ def test_one_that_does_not_compile(fast_host: Host, monkeypatch: pytest.MonkeyPa
 
 
 def test_one_that_is_never_called() -> None:
-    case = Case("none", lambda: [mx.zeros(3)], 1.0)
+    case = Case("none", lambda: [mx.zeros(3)], lambda: [mx.zeros(3)], 1.0)
     verdict = judge(NORM, [case], lambda *a, **k: lambda **c: [], None)
     assert (verdict.status, verdict.detail) == ("failed", "none: the kernel was not called")
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import mlx.core as mx
 
 from mlxserve_kernels import reference
-from mlxserve_kernels.dispatch import FLOAT_TYPES, extension
+from mlxserve_kernels.dispatch import FLOAT_TYPES, extension, metal
 from mlxserve_kernels.experts import Activation, ExpertWeights
+from mlxserve_kernels.metal_kernels.weights import MAX_TILE_ROWS
 
 
 def gather_matmul(x: mx.array, ids: mx.array, weights: ExpertWeights) -> mx.array:
@@ -21,6 +22,9 @@ def gather_matmul(x: mx.array, ids: mx.array, weights: ExpertWeights) -> mx.arra
     >>> gather_matmul(mx.ones((1, 8)), mx.array([[3, 0]], dtype=mx.int32), experts).tolist()
     [[[24.0, 24.0], [0.0, 0.0]]]
     """
+    kernels = metal("gather_matmul")
+    if kernels is not None and _has_kernels(x, ids, weights):
+        return kernels.experts.gather_matmul(x, ids, weights)
     cpu = extension()
     if cpu is None or x.dtype not in FLOAT_TYPES or not weights.is_supported:
         return reference.gather_matmul(x, ids, weights)
@@ -49,6 +53,9 @@ def gated_experts(
     >>> gated_experts(mx.ones((3, 4)), mx.zeros((3, 2), dtype=mx.int32), ones, ones, ones).shape
     (3, 2, 4)
     """
+    kernels = metal("gated_experts")
+    if kernels is not None and _has_kernels(x, ids, gate, up, down) and _are_alike(gate, up):
+        return kernels.experts.gated_experts(x, ids, gate, up, down, activation=activation, shares=shares)
     cpu = extension()
     is_read = gate.is_supported and up.is_supported and down.is_supported
     is_float = x.dtype in FLOAT_TYPES and (shares is None or shares.dtype == mx.float32)
@@ -64,6 +71,22 @@ def gated_experts(
         getattr(cpu.Activation, activation),
     )
     return y
+
+
+def _has_kernels(x: mx.array, ids: mx.array, *weights: ExpertWeights) -> bool:
+    """Whether the Metal kernels, for few rows and quantized weights, take these."""
+    is_few = 0 < ids.size <= MAX_TILE_ROWS * ids.shape[-1]
+    is_quantized = all(w.is_supported and w.scales is not None and w.scale_dtype is None for w in weights)
+    return x.dtype in FLOAT_TYPES and is_few and is_quantized
+
+
+def _are_alike(gate: ExpertWeights, up: ExpertWeights) -> bool:
+    """Whether one kernel reads both."""
+    first, second = (
+        (e.w.shape, e.scales is None or e.scales.dtype, e.group_size, e.bits, e.mode, e.bias is None)
+        for e in (gate, up)
+    )
+    return first == second
 
 
 def route(logits: mx.array, top_k: int, *, is_normalized: bool) -> tuple[mx.array, mx.array]:

@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from mlxserve_kernels import reference
 from mlxserve_kernels.dispatch import FLOAT_TYPES, extension, metal, reads_quantized
-from mlxserve_kernels.metal_kernels.matmul import MAX_TILE_ROWS
+from mlxserve_kernels.metal_kernels.weights import MAX_TILE_ROWS
 
 
 def quantized_matmul(

@@ -9,6 +9,7 @@ import mlx.core as mx
 from mlxserve_kernels.decoder import Projection
 from mlxserve_kernels.dispatch import TILE_ROWS, metal
 from mlxserve_kernels.experts import Activation
+from mlxserve_kernels.metal_kernels.weights import QuantizedWeight
 from mlxserve_kernels.ops.products import has_few_rows, linear, quantized_matmul
 from mlxserve_kernels.ops.rows import gated
 from mlxserve_kernels.ops.tiles import tiled_matmul
@@ -95,4 +96,33 @@ def gate_up(x: mx.array, gate: Projection, up: Projection, *, activation: Activa
     >>> gate_up(mx.zeros((3, 8)), ones, ones, activation="silu").shape
     (3, 4)
     """
+    kernels = metal("gate_up")
+    if kernels is not None and has_few_rows(x):
+        parts = [own_rows(gate), own_rows(up)]
+        weights = [_quantized(part) for part in parts]
+        if weights[0] is not None and weights[1] is not None and _are_alike(*parts):
+            return kernels.matmul.gate_up(
+                x,
+                weights[0],
+                weights[1],
+                activation=activation,
+                gate_bias=parts[0].bias,
+                up_bias=parts[1].bias,
+            )
     return gated(project(x, gate), project(x, up), activation)
+
+
+def _quantized(part: Projection) -> QuantizedWeight | None:
+    """As the Metal kernels take it; None where they do not."""
+    if part.scales is None or not part.is_supported:
+        return None
+    return QuantizedWeight(part.w, part.scales, part.biases, part.group_size, part.bits, part.mode)
+
+
+def _are_alike(gate: Projection, up: Projection) -> bool:
+    """Whether one kernel reads both."""
+    first, second = (
+        (p.w.shape, p.scales is None or p.scales.dtype, p.group_size, p.bits, p.mode, p.bias is None)
+        for p in (gate, up)
+    )
+    return first == second
