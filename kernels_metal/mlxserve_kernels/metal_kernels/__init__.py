@@ -6,6 +6,7 @@ as metal_on_host has, the same Python runs elsewhere.
 
 from __future__ import annotations
 
+from mlxserve_kernels.metal_kernels.adapters import AdapterKernels
 from mlxserve_kernels.metal_kernels.experts import ExpertKernels
 from mlxserve_kernels.metal_kernels.maker import KernelMaker, mlx_maker
 from mlxserve_kernels.metal_kernels.matmul import MatmulKernels
@@ -18,6 +19,7 @@ class MetalKernels:
 
     def __init__(self, make: KernelMaker | None = None) -> None:
         make = make or mlx_maker()
+        self.adapters = AdapterKernels(make)
         self.experts = ExpertKernels(make)
         self.matmul = MatmulKernels(make)
         self.norms = NormKernels(make)

@@ -137,8 +137,8 @@ def check_pair(
     if gate.template != up.template or gate.w.shape != up.w.shape or (gate_bias is None) != (up_bias is None):
         has = [("a" if bias is not None else "no") + " bias" for bias in (gate_bias, up_bias)]
         raise ValueError(
-            f"{name}: gate and up must be alike, got {dict(gate.template)} {list(gate.w.shape)} with {has[0]} "
-            f"and {dict(up.template)} {list(up.w.shape)} with {has[1]}"
+            f"{name}: gate and up must be alike, got {dict(gate.template)} {list(gate.w.shape)} with "
+            f"{has[0]} and {dict(up.template)} {list(up.w.shape)} with {has[1]}"
         )
     for bias in (gate_bias, up_bias):
         check_bias(name, bias, gate.w.shape[:-1])
