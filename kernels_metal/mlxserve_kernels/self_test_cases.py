@@ -89,6 +89,19 @@ def _expert_cases(is_small: bool, call: Callable[..., Any], num_matrices: int) -
             yield _case(f"{rows} x {size}, {top_k} of {count}", dtype, call, x, ids, *matrices)
 
 
+def _lora_cases(is_small: bool) -> Iterator[Case]:
+    size, rank, outputs, count = (64, 8, 32, 3) if is_small else (4096, 16, 4096, 4)
+    for dtype in (mx.float16, mx.bfloat16):
+        a, b = _normal(count, size, rank, dtype=dtype), _normal(count, rank, outputs, dtype=dtype)
+        for rows in (1, 4, 16):
+            x = _normal(rows, size, dtype=dtype)
+            slots = mx.arange(rows, dtype=mx.int32) % (count + 1) - (rows > 1)
+            scales = mx.random.uniform(shape=(count,))
+            mx.eval(slots, scales)
+            label = f"{rows} x {size} to {outputs} by rank {rank}"
+            yield _case(label, dtype, ops.lora_delta, x, a, b, slots, scales)
+
+
 def _quantized(
     *shape: int, bits: int, dtype: mx.Dtype, group_size: int = 64
 ) -> tuple[mx.array, mx.array, mx.array]:
@@ -137,6 +150,7 @@ _CASES: dict[str, Callable[[bool], Iterator[Case]]] = {
     "quantized_matmul": _quantized_cases,
     "gate_up": _gate_up_cases,
     "gather_matmul": lambda is_small: _expert_cases(is_small, ops.gather_matmul, 1),
+    "lora_delta": _lora_cases,
     "gated_experts": lambda is_small: _expert_cases(is_small, ops.gated_experts, 3),
 }
 

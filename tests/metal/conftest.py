@@ -32,11 +32,22 @@ REPORTS: list[Report] = []
 """Of every launch of a kernel of ours; `--kernel-report` and `-v` end with their summary."""
 
 
+_WEIGHTS = ("w", "scales", "biases")
+STREAMED = frozenset(
+    (
+        *(f"{part}{name}" for part in ("", "gate_", "up_") for name in _WEIGHTS),
+        *("a", "b"),
+        *(f"{part}_{name}" for part in ("k", "v") for name in ("pool", "tails", "old")),
+    )
+)
+"""Buffers of weights, adapters, keys and values: for few rows each byte of them is read once."""
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     is_wanted = terminalreporter.config.getoption("--kernel-report") or terminalreporter.verbosity > 0
     if REPORTS and is_wanted:
         terminalreporter.section("Metal kernels")
-        terminalreporter.write_line(summary(REPORTS))
+        terminalreporter.write_line(summary(REPORTS, STREAMED))
 
 
 @pytest.fixture

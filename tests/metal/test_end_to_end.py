@@ -9,6 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.utils import load_model as load_stock
 
 from metal_on_host import Host
 from mlxserve.config import EngineConfig
@@ -16,11 +17,13 @@ from mlxserve.engine.core import EngineCore
 from mlxserve.engine.model_target import ModelTarget
 from mlxserve.engine.scheduler import ScheduledBatch
 from mlxserve.engine.target import StepInputs
+from mlxserve.models.adapters import bind_adapters
 from mlxserve.models.loader import load_model
 from mlxserve_kernels import ops
 from mlxserve_kernels.dispatch import REFERENCE, Selection, metal_selection, using
 from tests.engine.driving import generate, greedy
-from tests.engine.test_fused import quantize, random_tokens
+from tests.engine.test_adapters import chunked, random_adapter, stock_logits
+from tests.engine.test_fused import assert_close, in_chunks, quantize, random_tokens, tiny
 from tests.tiny_models import TinyModel, write_tiny_model
 
 PAGE = 16
@@ -101,6 +104,31 @@ def test_a_llama_runs_as_metal(host: Host, dtype: str, tmp_path: Path) -> None:
 def _errors(found: list[np.ndarray], exact: list[np.ndarray]) -> list[float]:
     """Of each step, relative to its largest logit."""
     return [float(np.abs(a - b).max() / np.abs(b).max()) for a, b in zip(found, exact, strict=True)]
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
+def test_experts_run_as_metal(host: Host, family: str, tmp_path: Path) -> None:
+    folder = tiny(tmp_path, family, bits=4)
+    with using(metal_selection(host.metal_kernel)):
+        ours = in_chunks(load_model(folder), random_tokens(20), (12, 1, 7), range(3))
+    assert {report.name for report in host.reports} >= {"expert_gate_up", "gather_matmul"}
+    with using(REFERENCE):
+        assert_close(ours, in_chunks(load_model(folder), random_tokens(20), (12, 1, 7), range(3)))
+
+
+def test_adapters_run_as_metal(host: Host, tmp_path: Path) -> None:
+    """Rows with two adapters and none, some of whose projections share one product."""
+    folder, tokens = tiny(tmp_path, "llama", bits=4), [random_tokens(9, seed) for seed in range(3)]
+    stock, _ = load_stock(folder, strict=True)
+    with using(metal_selection(host.metal_kernel)):
+        model = load_model(folder)
+        adapters = [random_adapter(model, stock, seed, 8) for seed in (1, 2)]
+        bound = bind_adapters(model.module, adapters)
+        slots = (0, -1, 1)
+        results = chunked(model, bound, list(zip(tokens, slots, strict=True)), (5, 1, 3))
+    assert {report.name for report in host.reports} >= {"low_rank_inner", "low_rank_outer"}
+    for ours, slot, ids in zip(results, slots, tokens, strict=True):
+        assert_close(ours, stock_logits(folder, ids, None if slot < 0 else adapters[slot]))
 
 
 def test_tokens_are_those_of_the_cpu(host: Host, tmp_path: Path) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import mlx.core as mx
 
 from mlxserve_kernels import reference
-from mlxserve_kernels.dispatch import FLOAT_TYPES, extension
+from mlxserve_kernels.dispatch import FLOAT_TYPES, extension, metal
+from mlxserve_kernels.ops.products import has_few_rows
 
 
 def lora_delta(x: mx.array, a: mx.array, b: mx.array, slots: mx.array, scales: mx.array) -> mx.array:
@@ -20,8 +21,12 @@ def lora_delta(x: mx.array, a: mx.array, b: mx.array, slots: mx.array, scales: m
     >>> lora_delta(mx.ones((2, 4)), ones, mx.ones((2, 1, 3)), slots, scales).tolist()
     [[2.0, 2.0, 2.0], [0.0, 0.0, 0.0]]
     """
+    are_floats = a.dtype in FLOAT_TYPES and a.dtype == b.dtype
+    kernels = metal("lora_delta")
+    if kernels is not None and are_floats and x.dtype in FLOAT_TYPES and has_few_rows(x):
+        return kernels.adapters.lora_delta(x, a, b, slots, scales)
     cpu = extension()
-    if cpu is None or x.dtype != mx.float32 or a.dtype not in FLOAT_TYPES or a.dtype != b.dtype:
+    if cpu is None or x.dtype != mx.float32 or not are_floats:
         return reference.lora_delta(x, a, b, slots, scales)
     y: mx.array = cpu.lora_delta(x, a, b, slots, scales)
     return y
