@@ -90,10 +90,10 @@ class Report:
 
 
 def summary(reports: Iterable[Report], streamed: Collection[str] = ()) -> str:
-    """A line a kernel: launches, instances, shapes, schedules, and the worst figures of its larger buffers.
+    """A line a kernel: launches, instances, shapes, schedules, and what all launches together have cost.
 
-    Read ratio and coalescing are those of buffers of at least 1 KiB: smaller ones say little. The buffers
-    named in ``streamed``, that are to be read once, are apart from the others.
+    A ratio is bytes read by simdgroups over distinct bytes, a coalescing bytes used over bytes of the lines
+    touched. The buffers named in ``streamed``, that are to be read once, are apart from the others.
     """
     by_name: dict[str, list[Report]] = {}
     for report in reports:
@@ -103,19 +103,22 @@ def summary(reports: Iterable[Report], streamed: Collection[str] = ()) -> str:
         f"{'once ratio':>12}{'coalesced':>11}{'others':>9}{'coalesced':>11}"
     ]
     for name, runs in sorted(by_name.items()):
-        large = [b for r in runs for b in r.buffers if b.bytes >= 1024 and b.accesses]
-        once = [b for b in large if b.name in streamed]
-        others = [b for b in large if b.name not in streamed]
+        buffers = [b for r in runs for b in r.buffers if b.accesses]
+        once = [b for b in buffers if b.name in streamed]
+        others = [b for b in buffers if b.name not in streamed]
         shapes = {(r.kernel, r.grid, tuple(b.bytes for b in r.buffers)) for r in runs}
         lines.append(
             f"{name:<28}{len(runs):>9}{len({r.kernel for r in runs}):>10}{len(shapes):>7}"
-            f"{max(r.schedules for r in runs):>10}{_worst(once, 12, 11)}{_worst(others, 9, 11)}"
+            f"{max(r.schedules for r in runs):>10}{_together(once, 12)}{_together(others, 9)}"
         )
     return "\n".join(lines)
 
 
-def _worst(costs: Sequence[BufferCost], ratio_width: int, width: int) -> str:
+def _together(costs: Sequence[BufferCost], width: int) -> str:
+    """Ratio and coalescing of all buffers as one."""
     if not costs:
-        return f"{'-':>{ratio_width}}{'-':>{width}}"
-    ratio, coalescing = max(b.read_ratio for b in costs), min(b.coalescing for b in costs)
-    return f"{ratio:>{ratio_width}.3f}{coalescing:>{width}.1%}"
+        return f"{'-':>{width}}{'-':>11}"
+    distinct = sum(b.unique_read for b in costs)
+    ratio = sum(b.simd_read for b in costs) / distinct if distinct else 1.0
+    used = sum(b.simd_read + b.simd_written for b in costs)
+    return f"{ratio:>{width}.3f}{used / sum(b.line_bytes for b in costs):>11.1%}"
