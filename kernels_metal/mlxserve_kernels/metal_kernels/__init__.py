@@ -6,6 +6,7 @@ as metal_on_host has, the same Python runs elsewhere.
 
 from __future__ import annotations
 
+from mlxserve_kernels.metal_kernels.attention import AttentionKernels
 from mlxserve_kernels.metal_kernels.maker import KernelMaker, mlx_maker
 from mlxserve_kernels.metal_kernels.norms import NormKernels
 
@@ -15,4 +16,5 @@ class MetalKernels:
 
     def __init__(self, make: KernelMaker | None = None) -> None:
         make = make or mlx_maker()
+        self.attention = AttentionKernels(make)
         self.norms = NormKernels(make)
