@@ -7,6 +7,7 @@ as metal_on_host has, the same Python runs elsewhere.
 from __future__ import annotations
 
 from mlxserve_kernels.metal_kernels.adapters import AdapterKernels
+from mlxserve_kernels.metal_kernels.attention import AttentionKernels
 from mlxserve_kernels.metal_kernels.experts import ExpertKernels
 from mlxserve_kernels.metal_kernels.maker import KernelMaker, mlx_maker
 from mlxserve_kernels.metal_kernels.matmul import MatmulKernels
@@ -22,5 +23,6 @@ class MetalKernels:
         self.adapters = AdapterKernels(make)
         self.experts = ExpertKernels(make)
         self.matmul = MatmulKernels(make)
+        self.attention = AttentionKernels(make)
         self.norms = NormKernels(make)
         self.pages = PageKernels(make)
