@@ -1,10 +1,12 @@
-"""Which implementation runs. Reads five environment variables, MLXSERVE_DECODER as a model is loaded, the
-others once, at the first use of a kernel:
+"""Which implementation runs. Reads six environment variables, MLXSERVE_DECODER as a model is loaded and
+MLXSERVE_PAGE_ROUTE as its pages are made, the others once, at the first use of a kernel:
 
 MLXSERVE_KERNELS    reference | cpu | metal | metal-host      default: cpu where the extension exists and mlx
                                                   computes on the CPU, metal where it computes on a Mac's GPU.
                                                   metal-host runs the Metal kernels on the CPU, to check them
 MLXSERVE_DECODER    fused | ops | blocks  default: fused with cpu, ops with Metal kernels, else blocks
+MLXSERVE_PAGE_ROUTE tail | through | drained      default: tail with Metal kernels, else drained; not for cpu,
+                                                  which writes in place
 MLXSERVE_THREADS    1 to 1024             default: the number of CPUs that this process may use
 MLXSERVE_CPU_ISA    portable | avx2 | avx512      default: the best that this CPU has
 MLXSERVE_CPU_MATMUL exact | int16 | int8          default: exact. What activations are rounded to before they
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 
 IMPLEMENTATIONS = ("reference", "cpu", "metal", "metal-host")
 DECODER_KINDS = ("fused", "ops", "blocks")
+PAGE_ROUTES = ("tail", "through", "drained")
+THROUGH_KERNELS = ("write_pages", "rope_and_write_pages", "copy_pages")
 MAX_THREADS = 1024
 MATMUL_DIGITS = {"exact": 3, "int16": 2, "int8": 1}
 """Bytes of the integers that activations become, for each value of MLXSERVE_CPU_MATMUL."""
@@ -123,6 +127,24 @@ def decoder_kind() -> str:
     return wanted
 
 
+def page_route() -> str:
+    """How keys and values get into pages: ``aliased`` (the extension writes in place, steps in flight or
+    not), ``tail`` (open pages live in arrays of their own), ``through`` (Metal kernels write through their
+    inputs, ordered by tokens) or ``drained`` (no step is in flight)."""
+    chosen = selection()
+    wanted = os.environ.get("MLXSERVE_PAGE_ROUTE")
+    if wanted is None:
+        if chosen.cpu is not None:
+            return "aliased"
+        return "drained" if metal("write_tails") is None else "tail"
+    if wanted not in PAGE_ROUTES:
+        raise ValueError(f"MLXSERVE_PAGE_ROUTE must be one of {', '.join(PAGE_ROUTES)}, got {wanted!r}")
+    has_kernels = all(metal(name) is not None for name in THROUGH_KERNELS)
+    if chosen.cpu is not None or (wanted == "through" and not has_kernels):
+        raise ValueError(f"MLXSERVE_PAGE_ROUTE is {wanted}, which the {chosen.name} kernels have not")
+    return wanted
+
+
 def use(chosen: Selection) -> None:
     """Run this from now on. What is already built keeps what it was built with."""
     global _selected
@@ -188,7 +210,8 @@ def host_maker() -> KernelMaker:
             "MLXSERVE_KERNELS is metal-host, which needs a checkout and the test extra: "
             f"pip install -e '.[test]' ({error})"
         ) from error
-    maker: KernelMaker = host.Host(host.Settings(seeds=(0,))).metal_kernel
+    settings = host.Settings(seeds=(0,), writable_inputs=frozenset({"k_pool", "v_pool"}))
+    maker: KernelMaker = host.Host(settings).metal_kernel
     return maker
 
 

@@ -14,7 +14,8 @@ from metal_on_host import Host, MetalFault, MetalSourceError, Settings
 from mlxserve_kernels import reference
 from mlxserve_kernels.decoder import Rope
 from mlxserve_kernels.metal_kernels import MetalKernels, maker
-from mlxserve_kernels.metal_kernels.pages import NO_SOURCE, KvPages, KvRows, PageKernels
+from mlxserve_kernels.metal_kernels.pages import PageKernels
+from mlxserve_kernels.page_rows import NO_SOURCE, KvPages, KvRows
 from mlxserve_kernels.quantized_pages import head_bytes, read_pages
 from tests.metal.conftest import REPORTS
 

@@ -59,9 +59,9 @@ struct PageRows {
   }
 
   // Rows of x [rows, heads, D] to the tile: row first_row + i to place first_place + i.
-  template <typename T, int Rotated, bool IsInterleaved, typename Positions>
+  template <typename T, int Rotated, bool IsInterleaved, typename X, typename Positions>
   void encode_rows(
-      const device T* x,
+      X x,
       const device Positions* positions,
       float position_scale,
       const device float* inverse_frequencies,
@@ -75,7 +75,7 @@ struct PageRows {
       uint simdgroup_index,
       uint lane) const thread {
     for (int i = simdgroup_index; i < count; i += Threads / 32) {
-      load_row<T, D>(x + (size_t(first_row + i) * heads + head) * D, row, lane);
+      load_row<D>(x + (size_t(first_row + i) * heads + head) * D, row, lane);
       if constexpr (IsKeys && Rotated != 0) {
         const float position = position_scale * float(positions[first_row + i]);
         rotate_row<T, Rotated, IsInterleaved>(row, position, inverse_frequencies, input_scale, lane);
@@ -199,10 +199,12 @@ struct PageRows {
 };
 
 // Rows to the slots of a pool that is written in place. The threadgroup takes tile `tile` of the rows [rows, heads, D].
-template <typename Codec, typename T, int Rotated, bool IsInterleaved, int Slots, int Threads, typename Unit, typename Int>
+template <
+    typename Codec, typename T, int Rotated, bool IsInterleaved, int Slots, int Threads, typename X, typename Unit,
+    typename Int>
 void write_rows(
     const thread Codec& codec,
-    const device T* x,
+    X x,
     const device Int* positions,
     float position_scale,
     const device float* inverse_frequencies,
@@ -227,10 +229,12 @@ void write_rows(
 
 // Slots first_slot : first_slot + Slots of one new tail. piece: source, first new slot, number of new rows, first row. The
 // source is a page of the pool, or -1 - r for row r of the old tails, or no_source.
-template <typename Codec, typename T, int Rotated, bool IsInterleaved, int Slots, int Threads, typename Unit, typename Int>
+template <
+    typename Codec, typename T, int Rotated, bool IsInterleaved, int Slots, int Threads, typename X, typename Unit,
+    typename Int>
 void write_tail(
     const thread Codec& codec,
-    const device T* x,
+    X x,
     const device Int* positions,
     float position_scale,
     const device float* inverse_frequencies,

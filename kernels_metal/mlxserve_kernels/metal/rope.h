@@ -5,9 +5,9 @@
 // with the angle position * inverse_frequencies[pair], for the first `Rotated` values of a row. A pair is two halves of
 // these or, IsInterleaved, two neighbours.
 
-// row: D floats of this simdgroup, its own alone.
-template <typename T, int D>
-void load_row(const device T* x, threadgroup float* row, uint lane) {
+// row: D floats of this simdgroup, its own alone. X: a pointer to values, in whatever address space small arrays are.
+template <int D, typename X>
+void load_row(X x, threadgroup float* row, uint lane) {
   for (int i = lane; i < D; i += 32) row[i] = float(x[i]);
 }
 
@@ -38,9 +38,9 @@ void rotate_row(
 }
 
 // Rows of q, one a simdgroup: x, y [count, D], head h of token t being row t * heads + h. row: as above.
-template <typename T, int D, int Rotated, bool IsInterleaved, typename Positions>
+template <typename T, int D, int Rotated, bool IsInterleaved, typename X, typename Positions>
 void rotate_rows(
-    const device T* x,
+    X x,
     device T* y,
     const device Positions* positions,
     float position_scale,
@@ -53,7 +53,7 @@ void rotate_rows(
     uint lane) {
   if (index >= count) return;
   const size_t start = size_t(index) * D;
-  load_row<T, D>(x + start, row, lane);
+  load_row<D>(x + start, row, lane);
   const float position = position_scale * float(positions[index / heads]);
   rotate_row<T, Rotated, IsInterleaved>(row, position, inverse_frequencies, input_scale, lane);
   store_row<T, D>(row, y + start, lane);

@@ -10,18 +10,14 @@ import mlx.core as mx
 from mlxserve_kernels.decoder import Rope
 from mlxserve_kernels.metal_kernels import maker
 from mlxserve_kernels.metal_kernels.maker import FLOAT_TYPES, MIN_DEVICE_SIZE, SIMD_SIZE, KernelMaker
+from mlxserve_kernels.page_rows import PIECE_SIZE, TOKEN_SIZE, KvPages, KvRows
 from mlxserve_kernels.quantized_pages import head_bytes, page_size_of
-
-NO_SOURCE = 0x7FFFFFFF
-"""Source of a tail that begins empty."""
-PIECE_SIZE = 8
-"""Entries of a piece, of which four are used: a single piece fills MIN_DEVICE_SIZE."""
-TOKEN_SIZE = MIN_DEVICE_SIZE
 
 _THREADS = 256
 _SIMDGROUPS = _THREADS // SIMD_SIZE
 _TILE_BYTES = 18 << 10
 """Of threadgroup memory for encoded rows: 32 rows of 128 floats, and a pad."""
+_THREADGROUP_BYTES = 32 << 10
 _FEW_ROWS = 16
 """Up to these, tiles are small: more threadgroups, and rows that decode share no line anyway."""
 _FEW_ROWS_TILE = 4
@@ -112,29 +108,9 @@ rotate_rows<T, K_DIM, ROTATED, IS_INTERLEAVED>(
 """
 
 
-@dataclass(frozen=True, slots=True)
-class KvPages:
-    """Keys and values in the layout of a pool (``ops.write_pages``): the pools themselves, or tails."""
-
-    keys: mx.array
-    values: mx.array
-
-
-@dataclass(frozen=True, slots=True)
-class KvRows:
-    """New rows: k [T, H, D], v [T, H, Dv] of one dtype of FLOAT_TYPES. With a rope k is rotated before it is
-    written, and so is q [T, H_q, D]; ``positions`` is int32 [T], or longer: at least 8 entries."""
-
-    k: mx.array
-    v: mx.array
-    q: mx.array | None = None
-    positions: mx.array | None = None
-    rope: Rope | None = None
-
-
 class PageKernels:
-    """Kernels made by `make`. Index arrays of fewer than 8 entries are padded here: bring longer ones, with
-    anything behind what is used, to save that.
+    """Kernels made by `make`. Rows are of FLOAT_TYPES. Index arrays of fewer than 8 entries are padded here:
+    bring longer ones, with anything behind what is used, to save that.
 
     What writes through the pools takes an ``order`` and returns a token, both int32 [8]. MLX sees pools only
     as inputs of such a kernel: whatever reads or writes pages later must take the token as an input of its
@@ -166,6 +142,16 @@ class PageKernels:
         self._copy = kernel(
             "copy_pages", ["source_ids", "target_ids", *pools, "order"], ["token"], _COPY_PAGES
         )
+
+    def takes(self, rows: KvRows, *pages: KvPages, kv_bits: int | None = None) -> bool:
+        """Whether ``write_pages`` and ``write_tails`` have what rows and pages, the pools first, need."""
+        others = [rows.v] if rows.q is None else [rows.v, rows.q]
+        if rows.k.dtype not in FLOAT_TYPES or any(x.dtype != rows.k.dtype for x in others):
+            return False
+        if min(array.size for part in pages for array in (part.keys, part.values)) < MIN_DEVICE_SIZE:
+            return False
+        layout = _Layout.of("pages", rows, pages[0], kv_bits)
+        return 4 * _SIMDGROUPS * max(layout.dims) + layout.tile_bytes <= _THREADGROUP_BYTES
 
     def rotate(self, x: mx.array, positions: mx.array, rope: Rope) -> mx.array:
         """x [T, H, D] of FLOAT_TYPES, rotated by ``rope`` at positions int32 [T]."""
@@ -365,6 +351,10 @@ class _Layout:
     def slots(self) -> int:
         """Rows of a tile: as many as fit, a divisor of the page."""
         return max(n for n in range(1, self.page_size + 1) if self.page_size % n == 0 and self._fits(n))
+
+    @property
+    def tile_bytes(self) -> int:
+        return self.slots * (self.row_bytes + 4)
 
     def _fits(self, slots: int) -> bool:
         return slots == 1 or slots * self.row_bytes <= _TILE_BYTES

@@ -18,7 +18,8 @@ from mlxserve_kernels.dispatch import num_threads
 from mlxserve_kernels.ops.attention import paged_attention
 from mlxserve_kernels.ops.expert_products import gated_experts, gather_matmul, route
 from mlxserve_kernels.ops.low_rank import lora_delta
-from mlxserve_kernels.ops.pages import copy_pages, resize_rows, rope_and_write_pages, write_pages
+from mlxserve_kernels.ops.page_routes import copy_through, order_behind, write_tails, write_through
+from mlxserve_kernels.ops.pages import copy_pages, resize_rows, rope_and_write_pages, rotate, write_pages
 from mlxserve_kernels.ops.products import embed_rows, linear, quantized_matmul
 from mlxserve_kernels.ops.projections import gate_up, own_rows, project
 from mlxserve_kernels.ops.rows import gelu_mul, rms_norm, silu_mul
@@ -29,6 +30,7 @@ from mlxserve_kernels.ops.tiles import can_tile, pack_tiles, tiled_matmul, tiled
 __all__ = [
     "can_tile",
     "copy_pages",
+    "copy_through",
     "embed_rows",
     "gate_up",
     "gated_experts",
@@ -39,6 +41,7 @@ __all__ = [
     "linear",
     "lora_delta",
     "num_threads",
+    "order_behind",
     "own_rows",
     "pack_tiles",
     "paged_attention",
@@ -48,6 +51,7 @@ __all__ = [
     "resize_rows",
     "rms_norm",
     "rope_and_write_pages",
+    "rotate",
     "route",
     "sample_tokens",
     "silu_mul",
@@ -56,4 +60,6 @@ __all__ = [
     "tiled_rows",
     "unpack_tiles",
     "write_pages",
+    "write_tails",
+    "write_through",
 ]

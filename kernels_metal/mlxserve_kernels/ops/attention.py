@@ -7,6 +7,7 @@ import mlx.core as mx
 from mlxserve_kernels import reference
 from mlxserve_kernels.dispatch import extension
 from mlxserve_kernels.ops.pages import native_bits
+from mlxserve_kernels.page_rows import KvPages
 
 
 def paged_attention(
@@ -22,6 +23,8 @@ def paged_attention(
     softcap: float | None = None,
     sinks: mx.array | None = None,
     kv_bits: int | None = None,
+    tails: KvPages | None = None,
+    order: mx.array | None = None,
 ) -> mx.array:
     """Causal attention of several sequences over keys and values in pages. Returns [T, H, Dv], dtype of q.
 
@@ -37,6 +40,10 @@ def paged_attention(
     adds one logit a head to the softmax's denominator. Softmax in float32, online over blocks of keys at
     fixed positions. Quantized pools (``kv_bits``, see ``write_pages``) are read as the float32 values that
     they hold, with the same bits as pools of these.
+
+    Where steps are in flight without the extension, which takes neither: ``tails`` (``write_tails``) are
+    named by entries of block_tables below 0, ``-1 - r`` for tail r; behind the token ``order`` the pools hold
+    what was written through them (``write_through``).
 
     >>> keys, values = mx.ones((1, 1, 8, 4)), mx.ones((1, 1, 4, 8))
     >>> def index(*ids): return mx.array(ids, dtype=mx.int32)
@@ -59,7 +66,11 @@ def paged_attention(
             softcap=softcap,
             sinks=sinks,
             kv_bits=kv_bits,
+            tails=tails,
+            order=order,
         )
+    if tails is not None or order is not None:
+        raise ValueError("paged_attention: the extension writes pages in place, it has no tails and no order")
     sinks = None if sinks is None else sinks.astype(mx.float32)
     output: mx.array = cpu.paged_attention(
         q,

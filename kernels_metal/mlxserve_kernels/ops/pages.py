@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from mlxserve_kernels import reference
 from mlxserve_kernels.decoder import Rope
-from mlxserve_kernels.dispatch import extension
+from mlxserve_kernels.dispatch import FLOAT_TYPES, extension, metal
 
 
 def write_pages(
@@ -63,8 +63,16 @@ def rope_and_write_pages(
     nothing. The contract of ``write_pages`` holds.
     """
     if rope is not None:
-        q, k = reference.rotate(q, positions, rope), reference.rotate(k, positions, rope)
+        q, k = rotate(q, positions, rope), rotate(k, positions, rope)
     return q, *write_pages(k_pool, v_pool, k, v, slot_mapping, kv_bits=kv_bits)
+
+
+def rotate(x: mx.array, positions: mx.array, rope: Rope) -> mx.array:
+    """Heads [T, H, D], each turned by the position of its row: int32 [T]."""
+    kernels = metal("rope")
+    if kernels is None or x.dtype not in FLOAT_TYPES:
+        return reference.rotate(x, positions, rope)
+    return kernels.pages.rotate(x, positions, rope)
 
 
 def copy_pages(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlxserve_kernels.dispatch import extension, selection
+from mlxserve_kernels.dispatch import extension, page_route, selection
 
 
 def implementation() -> str:
@@ -13,8 +13,9 @@ def implementation() -> str:
 
 def supports_steps_in_flight() -> bool:
     """Whether pages may be written while an earlier step still runs. If not, a write during a step copies
-    the whole pool: evaluate each step before the next one is built."""
-    return extension() is not None
+    the whole pool: evaluate each step before the next one is built. Pages must then be made by
+    ``dispatch.page_route``."""
+    return page_route() != "drained"
 
 
 def release_thread() -> None:
