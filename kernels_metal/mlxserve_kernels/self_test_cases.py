@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 
 from mlxserve_kernels import ops
-from mlxserve_kernels.decoder import Projection
+from mlxserve_kernels.decoder import Projection, Rope
+from mlxserve_kernels.dispatch import metal
 from mlxserve_kernels.experts import ExpertWeights
+from mlxserve_kernels.page_rows import NO_SOURCE, TOKEN_SIZE, KvPages, KvRows
 
 Run = Callable[[], Sequence[mx.array]]
 """Builds the same results, lazily, from the same inputs each time."""
@@ -113,6 +116,104 @@ def _quantized(
     return words, scales, biases
 
 
+@dataclass(frozen=True, slots=True)
+class _PageShape:
+    q_heads: int
+    heads: int
+    dim: int
+    page_size: int
+    num_pages: int
+
+    @classmethod
+    def of(cls, is_small: bool) -> _PageShape:
+        return cls(4, 2, 32, 16, 4) if is_small else cls(32, 8, 128, 32, 64)
+
+    def rows(self, count: int, dtype: mx.Dtype, *, has_rope: bool) -> KvRows:
+        k, v = (_normal(count, self.heads, self.dim, dtype=dtype) for _ in range(2))
+        if not has_rope:
+            return KvRows(k, v)
+        rope = Rope(10000.0 ** (-mx.arange(0, self.dim, 2) / self.dim))
+        positions = mx.arange(100, 100 + count).astype(mx.int32)
+        return KvRows(k, v, _normal(count, self.q_heads, self.dim, dtype=dtype), positions, rope)
+
+    def pages(self, count: int, dtype: mx.Dtype) -> KvPages:
+        keys, values = (self.dim, self.page_size), (self.page_size, self.dim)
+        return KvPages(*(_normal(count, self.heads, *part, dtype=dtype) for part in (keys, values)))
+
+
+def _rope_cases(is_small: bool) -> Iterator[Case]:
+    shape = _PageShape.of(is_small)
+    for dtype in (mx.float16, mx.bfloat16):
+        for count in (1, 64):
+            rows = shape.rows(count, dtype, has_rope=True)
+            yield _case(f"{count} rows", dtype, ops.rotate, rows.k, rows.positions, rows.rope)
+
+
+def _tail_cases(is_small: bool, *, has_rope: bool) -> Iterator[Case]:
+    shape = _PageShape.of(is_small)
+    size = shape.page_size
+    for dtype in (mx.float16, mx.bfloat16):
+        pools, old = shape.pages(shape.num_pages, dtype), shape.pages(2, dtype)
+        rows = shape.rows(size + 4, dtype, has_rope=has_rope)
+        pieces = [(-1, 3, 1, 0), (2, 9, 2, 1), (NO_SOURCE, 0, size, 3), (-2, size - 1, 1, size + 3)]
+        yield _case(
+            f"{len(pieces)} tails", dtype, _new_tails, rows, pools, old,
+            mx.array([(*piece, 0, 0, 0, 0) for piece in pieces], dtype=mx.int32),
+        )  # fmt: skip
+
+
+def _new_tails(rows: KvRows, pools: KvPages, old: KvPages, pieces: mx.array) -> tuple[mx.array, ...]:
+    q, tails = ops.write_tails(rows, pools, old, pieces)
+    return tails.keys, tails.values, *(() if q is None else (q,))
+
+
+def _through_cases(is_small: bool, *, has_rope: bool) -> Iterator[Case]:
+    shape = _PageShape.of(is_small)
+    for dtype in (mx.float16, mx.bfloat16):
+        pools = shape.pages(shape.num_pages, dtype)
+        for count in (1, shape.page_size):
+            # Of three writes to the same slots, each behind the one before, the last must win.
+            writes = [shape.rows(count, dtype, has_rope=has_rope) for _ in range(3)]
+            slots = mx.arange(shape.page_size, shape.page_size + count).astype(mx.int32)
+            yield _case(f"{count} rows", dtype, _written_through, pools, slots, *writes)
+
+
+def _written_through(pools: KvPages, slots: mx.array, *writes: KvRows) -> tuple[mx.array, ...]:
+    keys, values, order = pools.keys + 0, pools.values + 0, mx.zeros((TOKEN_SIZE,), dtype=mx.int32)
+    q: mx.array | None = None
+    if metal("write_pages") is None and metal("rope_and_write_pages") is None:
+        for rows in writes:
+            if rows.q is None or rows.positions is None:
+                keys, values = ops.write_pages(keys, values, rows.k, rows.v, slots)
+            else:
+                q, keys, values = ops.rope_and_write_pages(
+                    rows.q, rows.k, rows.v, keys, values, rows.positions, slots, rope=rows.rope
+                )
+    else:
+        for rows in writes:
+            q, order = ops.write_through(rows, KvPages(keys, values), slots, order)
+        mx.eval(order)
+    return keys, values, *(() if q is None else (q,))
+
+
+def _copy_cases(is_small: bool) -> Iterator[Case]:
+    shape = _PageShape.of(is_small)
+    for dtype in (mx.float16, mx.bfloat16):
+        yield _case("3 copies in a row", dtype, _copied_through, shape.pages(shape.num_pages, dtype))
+
+
+def _copied_through(pools: KvPages) -> tuple[mx.array, ...]:
+    keys, values, order = pools.keys + 0, pools.values + 0, mx.zeros((TOKEN_SIZE,), dtype=mx.int32)
+    for page in range(3):
+        source, target = (mx.array([index], dtype=mx.int32) for index in (page, page + 1))
+        if metal("copy_pages") is None:
+            keys, values = ops.copy_pages(keys, values, source, target)
+        else:
+            order = ops.copy_through(KvPages(keys, values), source, target, order)
+    mx.eval(order)
+    return keys, values
+
+
 def _case(label: str, dtype: mx.Dtype, call: Callable[..., Any], *inputs: Any, **options: Any) -> Case:
     def run() -> Sequence[mx.array]:
         return _results(call(*inputs, **options))
@@ -128,8 +229,8 @@ def _results(result: Any) -> Sequence[mx.array]:
 
 
 def _wide(value: Any) -> Any:
-    """In float32: arrays, and the arrays of weights."""
-    if isinstance(value, Projection | ExpertWeights):
+    """In float32: arrays, and the arrays of weights, rows and pages."""
+    if isinstance(value, Projection | ExpertWeights | KvRows | KvPages):
         return replace(value, **{f.name: _wide(getattr(value, f.name)) for f in fields(value)})
     is_float = isinstance(value, mx.array) and mx.issubdtype(value.dtype, mx.floating)
     return value.astype(mx.float32) if is_float else value
@@ -152,6 +253,12 @@ _CASES: dict[str, Callable[[bool], Iterator[Case]]] = {
     "gather_matmul": lambda is_small: _expert_cases(is_small, ops.gather_matmul, 1),
     "lora_delta": _lora_cases,
     "gated_experts": lambda is_small: _expert_cases(is_small, ops.gated_experts, 3),
+    "rope": _rope_cases,
+    "write_tails": partial(_tail_cases, has_rope=False),
+    "rope_and_write_tails": partial(_tail_cases, has_rope=True),
+    "write_pages": partial(_through_cases, has_rope=False),
+    "rope_and_write_pages": partial(_through_cases, has_rope=True),
+    "copy_pages": _copy_cases,
 }
 
 KERNELS = tuple(_CASES)

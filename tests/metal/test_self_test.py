@@ -25,7 +25,8 @@ NORM = "add_rms_norm"
 
 @pytest.fixture
 def fast_host(cache_dir: Path) -> Host:
-    return Host(Settings(cache_dir=cache_dir, seeds=(0,), count=False))
+    pools = frozenset({"k_pool", "v_pool"})
+    return Host(Settings(cache_dir=cache_dir, seeds=(0,), count=False, writable_inputs=pools))
 
 
 def verdict_of(name: str, make: Any, *, times: tuple[float, float] | None = (1.0, 2.0)) -> Verdict:
