@@ -23,7 +23,7 @@ struct PageRows {
   threadgroup Unit* unit_tile;
   threadgroup uint* float_tile;
 
-  static constant constexpr int no_source = 0x7fffffff;
+  static constexpr constant int no_source = 0x7fffffff;
 
   // Values of one group of 32, one a lane. All steps as in quantized_pages.pack_rows.
   void encode_group(float x, int group, threadgroup Unit* integers, threadgroup uint* scales, uint lane) const thread {
@@ -59,12 +59,12 @@ struct PageRows {
   }
 
   // Rows of x [rows, heads, D] to the tile: row first_row + i to place first_place + i.
-  template <typename T, int Rotated, bool IsInterleaved, typename X, typename Positions>
+  template <typename T, int Rotated, bool IsInterleaved, typename X, typename Positions, typename Frequencies>
   void encode_rows(
       X x,
-      const device Positions* positions,
+      Positions positions,
       float position_scale,
-      const device float* inverse_frequencies,
+      Frequencies inverse_frequencies,
       float input_scale,
       uint heads,
       uint head,
@@ -200,16 +200,16 @@ struct PageRows {
 
 // Rows to the slots of a pool that is written in place. The threadgroup takes tile `tile` of the rows [rows, heads, D].
 template <
-    typename Codec, typename T, int Rotated, bool IsInterleaved, int Slots, int Threads, typename X, typename Unit,
-    typename Int>
+    typename Codec, typename T, int Rotated, bool IsInterleaved, int Slots, int Threads, typename X, typename Positions,
+    typename Frequencies, typename Mapping, typename Unit>
 void write_rows(
     const thread Codec& codec,
     X x,
-    const device Int* positions,
+    Positions positions,
     float position_scale,
-    const device float* inverse_frequencies,
+    Frequencies inverse_frequencies,
     float input_scale,
-    const device Int* slot_mapping,
+    Mapping slot_mapping,
     device Unit* pool,
     int rows,
     uint heads,
@@ -230,16 +230,16 @@ void write_rows(
 // Slots first_slot : first_slot + Slots of one new tail. piece: source, first new slot, number of new rows, first row. The
 // source is a page of the pool, or -1 - r for row r of the old tails, or no_source.
 template <
-    typename Codec, typename T, int Rotated, bool IsInterleaved, int Slots, int Threads, typename X, typename Unit,
-    typename Int>
+    typename Codec, typename T, int Rotated, bool IsInterleaved, int Slots, int Threads, typename X, typename Positions,
+    typename Frequencies, typename Unit>
 void write_tail(
     const thread Codec& codec,
     X x,
-    const device Int* positions,
+    Positions positions,
     float position_scale,
-    const device float* inverse_frequencies,
+    Frequencies inverse_frequencies,
     float input_scale,
-    const device Int* piece,
+    const device int* piece,
     const device Unit* pool,
     const device Unit* old_tails,
     device Unit* tails,

@@ -5,7 +5,9 @@
 // with the angle position * inverse_frequencies[pair], for the first `Rotated` values of a row. A pair is two halves of
 // these or, IsInterleaved, two neighbours.
 
-// row: D floats of this simdgroup, its own alone. X: a pointer to values, in whatever address space small arrays are.
+// X, Positions, Frequencies and the like are pointers: small arrays come in another address space.
+
+// row: D floats of this simdgroup, its own alone.
 template <int D, typename X>
 void load_row(X x, threadgroup float* row, uint lane) {
   for (int i = lane; i < D; i += 32) row[i] = float(x[i]);
@@ -17,11 +19,11 @@ void store_row(const threadgroup float* row, device T* y, uint lane) {
 }
 
 // Behind it all lanes see the rotated row. `precise`: angles reach the context's length, where fast sines are wrong.
-template <typename T, int Rotated, bool IsInterleaved>
+template <typename T, int Rotated, bool IsInterleaved, typename Frequencies>
 void rotate_row(
     threadgroup float* row,
     float position,
-    const device float* inverse_frequencies,
+    Frequencies inverse_frequencies,
     float input_scale,
     uint lane) {
   simdgroup_barrier(mem_flags::mem_threadgroup);
@@ -38,13 +40,13 @@ void rotate_row(
 }
 
 // Rows of q, one a simdgroup: x, y [count, D], head h of token t being row t * heads + h. row: as above.
-template <typename T, int D, int Rotated, bool IsInterleaved, typename X, typename Positions>
+template <typename T, int D, int Rotated, bool IsInterleaved, typename X, typename Positions, typename Frequencies>
 void rotate_rows(
     X x,
     device T* y,
-    const device Positions* positions,
+    Positions positions,
     float position_scale,
-    const device float* inverse_frequencies,
+    Frequencies inverse_frequencies,
     float input_scale,
     uint heads,
     uint count,

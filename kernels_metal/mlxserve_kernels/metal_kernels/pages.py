@@ -109,8 +109,7 @@ rotate_rows<T, K_DIM, ROTATED, IS_INTERLEAVED>(
 
 
 class PageKernels:
-    """Kernels made by `make`. Rows are of FLOAT_TYPES. Index arrays of fewer than 8 entries are padded here:
-    bring longer ones, with anything behind what is used, to save that.
+    """Kernels made by `make`. Rows are of FLOAT_TYPES; pools and tails have at least 8 values.
 
     What writes through the pools takes an ``order`` and returns a token, both int32 [8]. MLX sees pools only
     as inputs of such a kernel: whatever reads or writes pages later must take the token as an input of its
@@ -181,13 +180,13 @@ class PageKernels:
     ) -> tuple[mx.array | None, mx.array]:
         """Write rows through the pools, as ``ops.write_pages`` does; returns q, rotated, and the token.
 
-        slot_mapping int32 [T] or longer; slots of one call differ. Raises ValueError for shapes and dtypes
+        slot_mapping int32 [T]; slots of one call differ. Raises ValueError for shapes and dtypes
         that do not fit.
         """
         layout = _Layout.of("write_pages", rows, pools, kv_bits)
         num_rows, heads = rows.k.shape[:2]
         slots = math.gcd(layout.slots, _FEW_ROWS_TILE) if num_rows <= _FEW_ROWS else layout.slots
-        inputs = [rows.k, rows.v, padded(slot_mapping), pools.keys, pools.values, order]
+        inputs = [rows.k, rows.v, slot_mapping, pools.keys, pools.values, order]
         groups = 2 * heads * -(-num_rows // slots)
         template = [*layout.template(rows.k.dtype, slots), ("TOKEN_SIZE", TOKEN_SIZE)]
         *q_out, token = self._run(
@@ -236,7 +235,7 @@ class PageKernels:
         sizes = [math.prod(pool.shape[2:]) * pool.itemsize for pool in (pools.keys, pools.values)]
         word = next(t for t in (mx.uint32, mx.uint16, mx.uint8) if not any(n % t.size for n in sizes))
         (token,) = self._copy(
-            inputs=[padded(source_ids), padded(target_ids), pools.keys, pools.values, order],
+            inputs=[source_ids, target_ids, pools.keys, pools.values, order],
             template=[
                 ("WORD", word), ("K_WORDS", sizes[0] // word.size), ("V_WORDS", sizes[1] // word.size),
                 ("THREADS", _THREADS), ("TOKEN_SIZE", TOKEN_SIZE),
@@ -258,7 +257,7 @@ class PageKernels:
         groups: int,
         outputs: list[tuple[tuple[int, ...], mx.Dtype]],
     ) -> list[mx.array]:
-        kernel, arguments = plain, list[mx.array | float](inputs)
+        kernel, arguments = plain, list[mx.array](inputs)
         if rows.rope is None:
             template = [*template, ("ROTATED", 0), ("IS_INTERLEAVED", False)]
         else:
@@ -279,15 +278,11 @@ class PageKernels:
         )
 
 
-def padded(ids: mx.array) -> mx.array:
-    """``ids`` with at least MIN_DEVICE_SIZE entries."""
-    missing = MIN_DEVICE_SIZE - ids.size
-    return mx.pad(ids, (0, missing)) if missing > 0 else ids
-
-
-def _rope_inputs(rope: Rope, positions: mx.array) -> list[mx.array | float]:
-    frequencies = padded(rope.inverse_frequencies.astype(mx.float32))
-    return [padded(positions), float(rope.position_scale), frequencies, float(rope.input_scale)]
+def _rope_inputs(rope: Rope, positions: mx.array) -> list[mx.array]:
+    position_scale, input_scale = (
+        mx.array(scale, dtype=mx.float32) for scale in (rope.position_scale, rope.input_scale)
+    )
+    return [positions, position_scale, rope.inverse_frequencies.astype(mx.float32), input_scale]
 
 
 def _rope_template(rope: Rope, dim: int) -> list[tuple[str, int | mx.Dtype]]:
