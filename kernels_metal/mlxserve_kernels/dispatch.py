@@ -210,9 +210,11 @@ def host_maker() -> KernelMaker:
             "MLXSERVE_KERNELS is metal-host, which needs a checkout and the test extra: "
             f"pip install -e '.[test]' ({error})"
         ) from error
-    settings = host.Settings(seeds=(0,), writable_inputs=frozenset({"k_pool", "v_pool"}))
-    maker: KernelMaker = host.Host(settings).metal_kernel
-    return maker
+    from mlxserve_kernels.metal_kernels.maker import HOST_PERMISSIONS
+
+    settings = host.Settings(seeds=(0,), **HOST_PERMISSIONS)
+    make: KernelMaker = host.Host(settings).metal_kernel
+    return make
 
 
 @contextlib.contextmanager

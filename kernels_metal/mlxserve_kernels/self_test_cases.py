@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
@@ -196,6 +197,34 @@ def _written_through(pools: KvPages, slots: mx.array, *writes: KvRows) -> tuple[
     return keys, values, *(() if q is None else (q,))
 
 
+def _attention_cases(is_small: bool) -> Iterator[Case]:
+    """Decode of several sequences, one with tails, a chunk, and the ways of a head."""
+    shape = _PageShape.of(is_small)
+    context = 3 * shape.page_size - 5 if is_small else 60 * shape.page_size
+    pages = -(-context // shape.page_size)
+    for dtype in (mx.float16, mx.bfloat16):
+        pools, tails = shape.pages(shape.num_pages, dtype), shape.pages(2, dtype)
+        ways: tuple[tuple[str, list[int], dict[str, Any]], ...] = (
+            ("decode", [1, 1], {}),
+            ("decode beside tails", [1, 1], {"tails": tails}),
+            ("chunk", [2 * shape.page_size], {}),
+            ("window, soft cap, sinks", [1], {"window": shape.page_size + 3, "softcap": 20.0}),
+        )
+        for label, lengths, options in ways:
+            table = mx.arange(pages).astype(mx.int32)[None] + mx.zeros((len(lengths), 1), dtype=mx.int32)
+            if "tails" in options:
+                table[:, -1] = mx.array([-1, -2], dtype=mx.int32)
+            if "softcap" in options:
+                options["sinks"] = _normal(shape.q_heads, dtype=dtype)
+            starts = mx.array([0, *accumulate(lengths)], dtype=mx.int32)
+            kv_lens = mx.array([context - 3 * index for index in range(len(lengths))], dtype=mx.int32)
+            q = _normal(sum(lengths), shape.q_heads, shape.dim, dtype=dtype)
+            mx.eval(table, starts, kv_lens)
+            inputs = (q, pools.keys, pools.values, table, starts, kv_lens)
+            scale = shape.dim**-0.5
+            yield _case(label, dtype, ops.paged_attention, *inputs, scale=scale, **options)
+
+
 def _copy_cases(is_small: bool) -> Iterator[Case]:
     shape = _PageShape.of(is_small)
     for dtype in (mx.float16, mx.bfloat16):
@@ -219,7 +248,8 @@ def _case(label: str, dtype: mx.Dtype, call: Callable[..., Any], *inputs: Any, *
         return _results(call(*inputs, **options))
 
     def expected() -> Sequence[mx.array]:
-        return _results(call(*map(_wide, inputs), **options))
+        wide = {name: _wide(value) for name, value in options.items()}
+        return _results(call(*map(_wide, inputs), **wide))
 
     return Case(f"{label} {_name(dtype)}", run, expected, _TOLERANCE[dtype])
 
@@ -253,6 +283,7 @@ _CASES: dict[str, Callable[[bool], Iterator[Case]]] = {
     "gather_matmul": lambda is_small: _expert_cases(is_small, ops.gather_matmul, 1),
     "lora_delta": _lora_cases,
     "gated_experts": lambda is_small: _expert_cases(is_small, ops.gated_experts, 3),
+    "paged_attention": _attention_cases,
     "rope": _rope_cases,
     "write_tails": partial(_tail_cases, has_rope=False),
     "rope_and_write_tails": partial(_tail_cases, has_rope=True),

@@ -27,6 +27,7 @@ from mlxserve.models.tail_table import TailTable
 from mlxserve.text.scripted import load_scripted
 from mlxserve_kernels import ops
 from mlxserve_kernels.dispatch import REFERENCE, Selection, metal_selection, page_route, using
+from mlxserve_kernels.metal_kernels.maker import HOST_PERMISSIONS
 from mlxserve_kernels.page_rows import NO_SOURCE
 from tests.engine.driving import generate, greedy
 from tests.tiny_models import TinyModel, write_tiny_model
@@ -43,9 +44,7 @@ def metal_on_this_machine(cache_dir: Path) -> Selection:
     metal_on_host = pytest.importorskip("metal_on_host")
     if sys.platform != "linux":
         pytest.skip("metal_on_host runs on Linux")
-    settings = metal_on_host.Settings(
-        cache_dir=cache_dir, seeds=(0,), writable_inputs=frozenset({"k_pool", "v_pool"})
-    )
+    settings = metal_on_host.Settings(cache_dir=cache_dir, seeds=(0,), **HOST_PERMISSIONS)
     return metal_selection(metal_on_host.Host(settings).metal_kernel)
 
 
@@ -241,7 +240,8 @@ def test_200_steps_in_flight_leave_the_pool_in_its_place(route: str) -> None:
     with using(REFERENCE):
         sound, _ = all_steps(plain, is_pipelined=False)
     for index, (a, b) in enumerate(zip(results, sound, strict=True)):
-        assert np.array_equal(a, b), f"step {index}"
+        # Metal's attention adds in another order; a page that is not there yet would differ by far more.
+        assert np.allclose(a, b, rtol=1e-4, atol=1e-5), f"step {index}"
     # A step's own arrays are small; a pool of keys has 4 MB.
     assert peak < pages[0].keys.nbytes
 

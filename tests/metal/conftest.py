@@ -12,6 +12,7 @@ import mlx.core as mx
 import pytest
 
 from metal_on_host import Host, Report, Settings, summary
+from mlxserve_kernels.metal_kernels.maker import HOST_PERMISSIONS
 
 RunBody = Callable[..., mx.array]
 
@@ -53,7 +54,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 @pytest.fixture
 def host(cache_dir: Path) -> Iterator[Host]:
     """Runs kernels of ours in three schedules."""
-    host = Host(Settings(cache_dir=cache_dir, seeds=(0, 1, 2)))
+    host = Host(Settings(cache_dir=cache_dir, seeds=(0, 1, 2), **HOST_PERMISSIONS))
     yield host
     REPORTS.extend(host.reports)
 

@@ -17,6 +17,7 @@ from metal_on_host import Host, Settings
 from mlxserve.models import kernel_choice
 from mlxserve_kernels import dispatch, self_test
 from mlxserve_kernels.metal_kernels import maker
+from mlxserve_kernels.metal_kernels.maker import HOST_PERMISSIONS
 from mlxserve_kernels.self_test import Verdict, judge, run_self_test
 from mlxserve_kernels.self_test_cases import KERNELS, Case, cases_of
 
@@ -25,8 +26,7 @@ NORM = "add_rms_norm"
 
 @pytest.fixture
 def fast_host(cache_dir: Path) -> Host:
-    pools = frozenset({"k_pool", "v_pool"})
-    return Host(Settings(cache_dir=cache_dir, seeds=(0,), count=False, writable_inputs=pools))
+    return Host(Settings(cache_dir=cache_dir, seeds=(0,), count=False, **HOST_PERMISSIONS))
 
 
 def verdict_of(name: str, make: Any, *, times: tuple[float, float] | None = (1.0, 2.0)) -> Verdict:

@@ -210,6 +210,15 @@ class AttentionKernels:
         return out
 
 
+def takes_attention(q: mx.array, k_pool: mx.array, v_pool: mx.array, kv_bits: int | None) -> bool:
+    """Whether the kernels have queries and pages of these sizes and dtypes."""
+    try:
+        _checked(q, k_pool, v_pool, kv_bits)
+    except ValueError:
+        return False
+    return q.size > 0
+
+
 def _checked(q: mx.array, k_pool: mx.array, v_pool: mx.array, kv_bits: int | None) -> _Shape:
     if q.ndim != 3 or q.dtype not in FLOAT_TYPES or q.shape[2] < MIN_DEVICE_SIZE:
         raise ValueError(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import mlx.core as mx
 
 from mlxserve_kernels import reference
-from mlxserve_kernels.dispatch import extension
+from mlxserve_kernels.dispatch import extension, metal
+from mlxserve_kernels.metal_kernels.attention import takes_attention
 from mlxserve_kernels.ops.pages import native_bits
 from mlxserve_kernels.page_rows import KvPages
 
@@ -52,6 +53,26 @@ def paged_attention(
     ... ).shape
     (3, 2, 8)
     """
+    kernels = metal("paged_attention")
+    if kernels is not None and takes_attention(q, k_pool, v_pool, kv_bits):
+        if order is not None:
+            # An input of the kernel comes from the token: so it runs behind what has written the pages.
+            kv_lens = kv_lens + 0 * order[:1]
+        return kernels.attention.paged_attention(
+            q,
+            k_pool,
+            v_pool,
+            block_tables,
+            q_starts,
+            kv_lens,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            kv_bits=kv_bits,
+            k_tail=None if tails is None else tails.keys,
+            v_tail=None if tails is None else tails.values,
+        )
     cpu = extension()
     if cpu is None:
         return reference.paged_attention(
