@@ -8,20 +8,28 @@ cost is linear in the size, which the third run proves, and is scaled up.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
 
 from metal_on_host import Host, Report, Settings
+from mlxserve_kernels.decoder import Rope
 from mlxserve_kernels.metal_kernels import MetalKernels
+from mlxserve_kernels.metal_kernels.maker import HOST_PERMISSIONS
 from mlxserve_kernels.metal_kernels.weights import QuantizedWeight
+from mlxserve_kernels.page_rows import TOKEN_SIZE, KvPages, KvRows
 
 GROUP_SIZE, BITS = 64, 4
 ROWS = (1, 4, 16)
+CONTEXT = 4096
+PAGE = 32
 _WEIGHTS = ("w", "scales", "biases")
 STREAMED = frozenset(
-    ("k_pool", "v_pool", *(f"{part}{name}" for part in ("", "gate_", "up_") for name in _WEIGHTS))
+    (
+        *(f"{part}{name}" for part in ("", "gate_", "up_") for name in _WEIGHTS),
+        *(f"{part}_{name}" for part in ("k", "v") for name in ("pool", "tails", "old")),
+    )
 )
 """Buffers that are read once; what is read again of others is assumed to come from a cache."""
 
@@ -77,7 +85,8 @@ MODELS = (
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one call. ``streamed`` and ``others``: bytes that simdgroups ask for; ``*_once``: distinct bytes."""
+    """Of one call. ``streamed`` and ``others``: bytes that simdgroups ask for; ``*_once``: distinct bytes;
+    ``used`` and ``lines``: bytes asked for, and of the lines touched, of what is streamed, or of all."""
 
     streamed: float
     streamed_once: float
@@ -114,6 +123,7 @@ class Case:
     flops: float
     sizes: tuple[int, ...] = ()
     calls: int = 1
+    parts: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +139,7 @@ class Meter:
     """Runs cases in the harness, one schedule each."""
 
     def __init__(self, settings: Settings | None = None) -> None:
-        self._host = Host(settings or Settings(seeds=(0,)))
+        self._host = Host(settings or Settings(seeds=(0,), **HOST_PERMISSIONS))
         self._kernels = MetalKernels(self._host.metal_kernel)
 
     def measure(self, case: Case) -> Line:
@@ -139,7 +149,8 @@ class Meter:
         first, second, third = (self._cost(case, size) for size in case.sizes)
         if not _is_near(_scaled(first, second, case.sizes[:2], case.sizes[2]), third):
             raise ValueError(f"the cost of {case.kernel} is not linear in its size")
-        return Line(case, _scaled(first, second, case.sizes[:2], case.target))
+        cost = _scaled(first, second, case.sizes[:2], case.target)
+        return Line(case, replace(cost, **{name: getattr(cost, name) * case.parts for name in _SCALED}))
 
     def _cost(self, case: Case, size: int) -> Cost:
         self._host.reports.clear()
@@ -156,14 +167,15 @@ def _total(reports: Sequence[Report]) -> Cost:
         buffers = (b for report in reports for b in report.buffers if (b.name in STREAMED) is is_streamed)
         return sum(getattr(b, name) for b in buffers for name in names)
 
+    is_streaming = of(True, "accesses") > 0
     asked, once = ("simd_read", "simd_written"), ("unique_read", "unique_written")
     return Cost(
         streamed=of(True, *asked),
         streamed_once=of(True, *once),
         others=of(False, *asked),
         others_once=of(False, *once),
-        used=of(True, *asked) + of(False, *asked),
-        lines=of(True, "line_bytes") + of(False, "line_bytes"),
+        used=of(is_streaming, *asked),
+        lines=of(is_streaming, "line_bytes"),
         threadgroup_bytes=max(report.threadgroup_bytes for report in reports),
         barriers=sum(report.barriers / report.groups for report in reports),
     )
@@ -187,6 +199,8 @@ def cases(model: Model) -> Iterator[Case]:
     for rows in ROWS:
         yield from _norms(model, rows)
         yield from _products(model, rows)
+        yield from _pages(model, rows)
+        yield _attention(model, rows)
 
 
 def _norms(model: Model, rows: int) -> Iterator[Case]:
@@ -221,6 +235,53 @@ def _products(model: Model, rows: int) -> Iterator[Case]:
     flops = 4.0 * rows * model.hidden * model.ffn
     label = f"{model.hidden} to twice {model.ffn}"
     yield Case("gate_up", label, rows, gate_up, model.ffn, flops, (64, 128, 192))
+
+
+def _pages(model: Model, rows: int) -> Iterator[Case]:
+    """Each row is the next of a sequence of its own."""
+    heads, dim = model.kv_heads, model.head_dim
+    # The rotation of a pair is 6 operations.
+    flops = 3.0 * rows * (model.heads + heads) * dim
+    layout = f"{model.heads} and {heads} heads of {dim}"
+
+    def new(count: int) -> tuple[KvRows, KvPages]:
+        rope = Rope(10000.0 ** (-mx.arange(0, dim, 2) / dim))
+        k, v, q = (_normal(count, n, dim) for n in (heads, heads, model.heads))
+        positions = mx.full((count,), 1000, dtype=mx.int32)
+        pages = KvPages(_normal(count, heads, dim, PAGE), _normal(count, heads, PAGE, dim))
+        return KvRows(k, v, q, positions, rope), pages
+
+    def tails(kernels: MetalKernels, size: int) -> Any:
+        given, pages = new(size)
+        pieces = mx.array([(-1 - r, PAGE // 2, 1, r, 0, 0, 0, 0) for r in range(size)], dtype=mx.int32)
+        q, written = kernels.pages.write_tails(given, pages, pages, pieces)
+        return q, written.keys, written.values
+
+    def through(kernels: MetalKernels, size: int) -> Any:
+        given, pages = new(size)
+        slots = mx.arange(size, dtype=mx.int32) * PAGE + PAGE // 2
+        return kernels.pages.write_pages(given, pages, slots, mx.zeros((TOKEN_SIZE,), dtype=mx.int32))
+
+    yield Case("rope_and_write_tails", layout, rows, tails, rows, flops)
+    yield Case("rope_and_write_pages", layout, rows, through, rows, flops, calls=0)
+
+
+def _attention(model: Model, rows: int) -> Case:
+    """Runs one row and one head of keys: threadgroups have no more in common."""
+    group = model.heads // model.kv_heads
+
+    def run(kernels: MetalKernels, size: int) -> Any:
+        pages = size // PAGE
+        keys, values = _normal(pages, 1, model.head_dim, PAGE), _normal(pages, 1, PAGE, model.head_dim)
+        table = mx.arange(pages, dtype=mx.int32)[None]
+        starts, lengths = mx.array([0, 1], dtype=mx.int32), mx.array([size], dtype=mx.int32)
+        q = _normal(1, group, model.head_dim)
+        return kernels.attention.paged_attention(q, keys, values, table, starts, lengths, scale=0.1)
+
+    flops = 4.0 * rows * model.heads * model.head_dim * CONTEXT
+    label = f"decode at {CONTEXT}: {model.heads} and {model.kv_heads} heads of {model.head_dim}"
+    parts = rows * model.kv_heads
+    return Case("paged_attention", label, rows, run, CONTEXT, flops, (512, 1024, 1536), parts=parts)
 
 
 def _normal(*shape: int) -> mx.array:

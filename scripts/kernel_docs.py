@@ -22,7 +22,10 @@ Weights are affine, {BITS} bits in groups of {GROUP_SIZE}; activations, scales, 
 - *once*: the former over their distinct bytes: 1.00 is each byte once.
 - *again*: bytes of activations that other threadgroups read once more. That these come from a cache, not
   from memory, is an assumption.
-- *coalesced*: bytes used over the bytes of the 64-byte lines that each simdgroup access touches.
+- *coalesced*: bytes used over the bytes of the 64-byte lines that each simdgroup access touches; of weights,
+  scales, keys and values where there are any. Keys lie transposed in their pages, so that a single new key
+  touches a line for each of its values: `rope_and_write_pages`, which writes through the pools, cannot use
+  more of them. Tails (`rope_and_write_tails`), the default, are whole pages.
 - *barriers*: those that a threadgroup meets.
 """
 
@@ -69,7 +72,7 @@ def table_row(line: Line) -> str:
         f"{again:.0f}",
         f"{cost.coalescing:.1%}",
         str(cost.threadgroup_bytes),
-        f"{cost.barriers:g}",
+        f"{cost.barriers:.2g}",
         f"{case.flops / 1e6:.1f}",
         *(_number(line.seconds(chip) * 1e6) for chip in CHIPS),
     ]
