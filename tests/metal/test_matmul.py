@@ -11,6 +11,7 @@ import pytest
 
 from metal_on_host import Host, MetalFault, MetalHostError, Settings
 from mlxserve_kernels import reference
+from mlxserve_kernels.decoder import Projection
 from mlxserve_kernels.experts import Activation
 from mlxserve_kernels.metal_kernels import maker
 from mlxserve_kernels.metal_kernels.matmul import MatmulKernels
@@ -109,11 +110,20 @@ def test_leading_axes_and_non_contiguous_rows(host: Host) -> None:
     assert_close(matmul(host, row, weight), true_product(row, weight), mx.float32)
 
 
-def test_slices_of_a_stacked_matrix(host: Host) -> None:
+def test_rows_of_a_stacked_matrix(host: Host) -> None:
     x = mx.random.normal((2, 96))
     weight = quantized(20, 96, group_size=32, dtype=mx.float32)
-    part = weight.rows(7, 19)
+    part = QuantizedWeight.of("", Projection(*weight[:5], begin=7, end=19))
     assert mx.array_equal(matmul(host, x, part), matmul(host, x, weight)[:, 7:19]).item()
+    with pytest.raises(ValueError, match="no kernel for dense"):
+        QuantizedWeight.of("", Projection(mx.ones((4, 96))))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_arrays_that_start_where_they_may(cache_dir: Path, rows: int) -> None:
+    host = Host(Settings(cache_dir=cache_dir, slice_offset=8))
+    x = mx.random.normal((rows, 96)).astype(mx.float16)
+    matmul(host, x, quantized(9, 96, group_size=32, bits=8))
 
 
 def test_not_numbers_stay_in_their_rows(host: Host) -> None:
@@ -249,6 +259,45 @@ def test_planted_fault_is_caught(
     with pytest.raises(MetalHostError) as caught:
         matmul(host, x, weight, bias)
     assert (caught.value.kind if isinstance(caught.value, MetalFault) else "source") == kind
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "kind"),
+    [
+        ("sums[Outputs + i][m];", "sums[i][m];", "value"),
+        ("= {gate, up};", "= {up, gate};", "value"),
+        ("sums[Which * Outputs + i][m] +=", "sums[i][m] +=", "value"),
+        ("if constexpr (A == silu) return z / (1", "if constexpr (A == silu) return z / (2", "value"),
+        ("int(simdgroup)) * 2;", "int(simdgroup)) * 2 + 1;", "unwritten output"),
+        ("int(simdgroup)) * 2;", "int(simdgroup)) / 2 * 2;", "race"),
+        ("m < rows.count && at < outputs", "at < outputs", "out of bounds"),
+        ("(m * kStep + lane * 8) / 4;", "(m * kStep + lane * 8) / 4 + 1;", "uninitialised read"),
+        ("(up_bias, n, outputs)", "(up_bias + 4, n, outputs)", "out of bounds"),
+    ],
+)
+def test_planted_fault_in_gate_up_is_caught(
+    host: Host, monkeypatch: pytest.MonkeyPatch, old: str, new: str, kind: str
+) -> None:
+    source = maker.source
+    planted = {name: source(name).replace(old, new) for name in ("activation.h", "matmul.h")}
+    assert any(planted[name] != source(name) for name in planted)
+    monkeypatch.setattr(maker, "source", lambda name: planted.get(name) or source(name))
+    x, biases = mx.random.normal((6, 288)), mx.random.normal((2, 19))
+    gate, up = (quantized(19, 288, group_size=32, dtype=mx.float32) for _ in range(2))
+    kernels = MatmulKernels(host.metal_kernel)
+
+    def result() -> mx.array:
+        return kernels.gate_up(x, gate, up, activation="silu", gate_bias=biases[0], up_bias=biases[1])
+
+    if kind == "value":
+        y = result()
+        products = true_product(x, gate) + biases[0], true_product(x, up) + biases[1]
+        with pytest.raises(AssertionError):
+            assert_close(y, reference.gated(*products, "silu"), mx.float32)
+        return
+    with pytest.raises(MetalFault) as caught:
+        result()
+    assert caught.value.kind == kind
 
 
 def test_wrong_arguments(host: Host) -> None:

@@ -6,16 +6,17 @@
 
 constant constexpr int kPiece = 256;
 
+constexpr int power_of_two(int least) {
+  int power = 1;
+  while (power < least && power < 32) power *= 2;
+  return power;
+}
+
 // How the lanes of a simdgroup share rows of `Rank` values: `width` neighbours a lane, `lanes` lanes a row.
 template <int Rank>
 struct RankLanes {
-  static constexpr int least_power(int n) {
-    int power = 1;
-    while (power < n && power < 32) power *= 2;
-    return power;
-  }
   static constexpr constant int width = Rank % 4 == 0 ? 4 : 1;
-  static constexpr constant int lanes = least_power((Rank + width - 1) / width);
+  static constexpr constant int lanes = power_of_two((Rank + width - 1) / width);
   static constexpr constant int columns = lanes * width;
 };
 

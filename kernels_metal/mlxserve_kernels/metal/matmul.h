@@ -142,10 +142,12 @@ struct Product {
   // Output n + i of row m is sums[i][m]. Lanes store 32 of them at a time.
   template <typename R>
   void store(device T* y, R rows, int n, int outputs, uint lane) const thread {
+#pragma clang loop unroll(full)
     for (int first = 0; first < Rows * Outputs; first += 32) {
       float mine = 0;
-      for (int i = first; i < min(first + 32, Rows * Outputs); i++)
-        if (int(lane) == i - first) mine = sums[i % Outputs][i / Outputs];
+#pragma clang loop unroll(full)
+      for (int i = 0; i < 32; i++)
+        if (first + i < Rows * Outputs && int(lane) == i) mine = sums[(first + i) % Outputs][(first + i) / Outputs];
       const int m = (first + int(lane)) / Outputs, at = n + (first + int(lane)) % Outputs;
       if (m < rows.count && at < outputs) y[size_t(rows.y_row(m)) * outputs + at] = T(mine);
     }

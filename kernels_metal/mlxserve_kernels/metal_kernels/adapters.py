@@ -44,8 +44,9 @@ class AdapterKernels:
 
         x [T, K] of FLOAT_TYPES; a [S, K, R] and b [S, R, N] of one of FLOAT_TYPES, starting at a multiple of
         16 bytes of their buffers; slots int32 [T], from -1 to S - 1; scales float32 [S]. Returns [T, N] in
-        the dtype of x; sums are float32, rounded once. An adapter is read once for each 16 of its rows, not at
-        all where it has none. Raises ValueError for other shapes and dtypes; slots are not looked at.
+        the dtype of x; sums are float32, rounded once. An adapter is read once for each MAX_TILE_ROWS of its
+        rows, not at all where it has none. Raises ValueError for other shapes and dtypes; slots are not
+        looked at.
         """
         _check(x, a, b, slots, scales)
         rows, size = x.shape

@@ -125,15 +125,11 @@ class ExpertKernels:
 def _quantized(name: str, x: mx.array, ids: mx.array, weights: ExpertWeights) -> QuantizedWeight:
     """ValueError unless all fit together."""
     check_rows(name, x)
-    if weights.scales is None or weights.scale_dtype is not None:
-        raise ValueError(f"{name}: no kernel for dense experts or tiles")
     if x.shape[: ids.ndim] != ids.shape and (x.shape[:-1] != ids.shape[:-1] or not ids.ndim):
         raise ValueError(f"{name}: x {list(x.shape)} and ids {list(ids.shape)} do not fit together")
     if ids.dtype not in (mx.int32, mx.uint32):
         raise ValueError(f"{name}: ids must be int32 or uint32, got {ids.dtype}")
-    weight = QuantizedWeight(
-        weights.w, weights.scales, weights.biases, weights.group_size, weights.bits, weights.mode
-    )
+    weight = QuantizedWeight.of(name, weights)
     weight.check(name, x.shape[-1], 3)
     check_bias(name, weights.bias, weights.w.shape[:-1])
     return weight

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from mlxserve_kernels.decoder import Projection
 from mlxserve_kernels.dispatch import reads_quantized
-from mlxserve_kernels.experts import Activation
+from mlxserve_kernels.experts import Activation, ExpertWeights
 from mlxserve_kernels.metal_kernels.maker import FLOAT_TYPES, MIN_DEVICE_SIZE, SIMD_SIZE
 
 MAX_TILE_ROWS = 16
@@ -31,6 +32,16 @@ class QuantizedWeight(NamedTuple):
     bits: int
     mode: str = "affine"
 
+    @classmethod
+    def of(cls, name: str, part: Projection | ExpertWeights) -> QuantizedWeight:
+        """The matrix of ``part``, of a projection its rows; ValueError where it is dense or in tiles."""
+        if part.scales is None or part.scale_dtype is not None:
+            raise ValueError(f"{name}: no kernel for dense weights or tiles")
+        whole = cls(part.w, part.scales, part.biases, part.group_size, part.bits, part.mode)
+        if isinstance(part, ExpertWeights):
+            return whole
+        return whole.rows(part.begin, part.begin + part.num_outputs)
+
     @property
     def inputs(self) -> list[mx.array]:
         """w, scales and biases as kernels take them; zeros behind all where one is too small."""
@@ -48,7 +59,9 @@ class QuantizedWeight(NamedTuple):
         ]
 
     def rows(self, begin: int, end: int) -> QuantizedWeight:
-        """Rows ``begin`` to ``end - 1``; views."""
+        """Rows ``begin`` to ``end - 1``: views, which kernels read where they are."""
+        if (begin, end) == (0, self.w.shape[0]):
+            return self
         biases = None if self.biases is None else self.biases[begin:end]
         return self._replace(w=self.w[begin:end], scales=self.scales[begin:end], biases=biases)
 
