@@ -77,6 +77,23 @@ def _gate_up_cases(is_small: bool) -> Iterator[Case]:
             yield _case(label, dtype, ops.gate_up, x, gate, up, activation="silu")
 
 
+def _many_rows_cases(is_small: bool) -> Iterator[Case]:
+    """A chunk of a prompt; what is no whole number of tiles need only be right."""
+    outputs, inputs = (24, 128) if is_small else (4096, 4096)
+    dtype = mx.bfloat16
+    gate, up = (
+        Projection(*_quantized(outputs, inputs, bits=4, dtype=dtype), _GROUP_SIZE, 4) for _ in range(2)
+    )
+    for rows in (19, 32 if is_small else 512):
+        x = _normal(rows, inputs, dtype=dtype)
+        label = f"{rows} x {inputs} to {outputs}"
+        for case in (
+            _case(label, dtype, ops.project, x, gate),
+            _case(f"{label}, twice", dtype, ops.gate_up, x, gate, up, activation="silu"),
+        ):
+            yield replace(case, is_timed=rows != 19)
+
+
 def _expert_cases(is_small: bool, call: Callable[..., Any], num_matrices: int) -> Iterator[Case]:
     """Sizes of Qwen 3 30B-A3B on a device."""
     count, top_k, size, inner = (4, 2, 64, 32) if is_small else (128, 8, 2048, 768)
@@ -280,6 +297,7 @@ _CASES: dict[str, Callable[[bool], Iterator[Case]]] = {
     "add_rms_norm": _add_rms_norm_cases,
     "quantized_matmul": _quantized_cases,
     "gate_up": _gate_up_cases,
+    "many_rows": _many_rows_cases,
     "gather_matmul": lambda is_small: _expert_cases(is_small, ops.gather_matmul, 1),
     "lora_delta": _lora_cases,
     "gated_experts": lambda is_small: _expert_cases(is_small, ops.gated_experts, 3),

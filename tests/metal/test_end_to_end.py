@@ -106,6 +106,15 @@ def _errors(found: list[np.ndarray], exact: list[np.ndarray]) -> list[float]:
     return [float(np.abs(a - b).max() / np.abs(b).max()) for a, b in zip(found, exact, strict=True)]
 
 
+def test_bits_of_a_row_depend_on_itself_alone(host: Host, tmp_path: Path) -> None:
+    """In one piece, more rows than a tile of the products has, or in chunks."""
+    folder, tokens = llama(tmp_path, "float16"), random_tokens(27)
+    with using(metal_selection(host.metal_kernel)):
+        model = load_model(folder)
+        whole = in_chunks(model, tokens, [27], range(4))
+        np.testing.assert_array_equal(in_chunks(model, tokens, [3, 1, 18, 5], (5, 2, 7, 0)), whole)
+
+
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
 def test_experts_run_as_metal(host: Host, family: str, tmp_path: Path) -> None:
     folder = tiny(tmp_path, family, bits=4)

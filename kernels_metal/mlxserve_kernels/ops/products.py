@@ -6,6 +6,7 @@ import mlx.core as mx
 
 from mlxserve_kernels import reference
 from mlxserve_kernels.dispatch import FLOAT_TYPES, extension, metal, reads_quantized
+from mlxserve_kernels.metal_kernels import MetalKernels
 from mlxserve_kernels.metal_kernels.weights import MAX_TILE_ROWS
 
 
@@ -36,12 +37,11 @@ def quantized_matmul(
     """
     is_read = reads_quantized(scales, biases, group_size=group_size, bits=bits, mode=mode)
     is_read = is_read and x.dtype in FLOAT_TYPES and w.ndim == 2
-    if is_read and transpose and has_few_rows(x):
-        kernels = metal("quantized_matmul")
-        if kernels is not None:
-            return kernels.matmul.quantized_matmul(
-                x, w, scales, biases, group_size=group_size, bits=bits, mode=mode
-            )
+    kernels = metal_for("quantized_matmul", x) if is_read and transpose else None
+    if kernels is not None:
+        return kernels.matmul.quantized_matmul(
+            x, w, scales, biases, group_size=group_size, bits=bits, mode=mode
+        )
     cpu = extension()
     if cpu is None or not is_read:
         return reference.quantized_matmul(
@@ -52,9 +52,16 @@ def quantized_matmul(
 
 
 def has_few_rows(x: mx.array) -> bool:
-    """Whether Metal kernels for 1 to MAX_TILE_ROWS rows take x [..., K]: beyond these MLX's own tiles are the
-    better use of the arithmetic."""
+    """Whether there are 1 to MAX_TILE_ROWS rows of x [..., K]: what one pass over the weights serves."""
     return 0 < x.size <= MAX_TILE_ROWS * x.shape[-1]
+
+
+def metal_for(name: str, x: mx.array) -> MetalKernels | None:
+    """The Metal kernels, where the product called ``name`` may run for the rows of x. More than a tile of
+    them are a matter of speed alone: for these ``many_rows`` must be allowed instead."""
+    if x.size == 0:
+        return None
+    return metal(name if has_few_rows(x) else "many_rows")
 
 
 def linear(x: mx.array, w: mx.array) -> mx.array:

@@ -7,10 +7,10 @@ from dataclasses import replace
 import mlx.core as mx
 
 from mlxserve_kernels.decoder import Projection
-from mlxserve_kernels.dispatch import TILE_ROWS, metal
+from mlxserve_kernels.dispatch import TILE_ROWS
 from mlxserve_kernels.experts import Activation
 from mlxserve_kernels.metal_kernels.weights import QuantizedWeight
-from mlxserve_kernels.ops.products import has_few_rows, linear, quantized_matmul
+from mlxserve_kernels.ops.products import linear, metal_for, quantized_matmul
 from mlxserve_kernels.ops.rows import gated
 from mlxserve_kernels.ops.tiles import tiled_matmul
 
@@ -26,8 +26,8 @@ def project(x: mx.array, projection: Projection) -> mx.array:
     (3, 4)
     """
     part = own_rows(projection)
-    kernels = metal("quantized_matmul")
-    if kernels is not None and part.scales is not None and part.is_supported and has_few_rows(x):
+    kernels = metal_for("quantized_matmul", x)
+    if kernels is not None and part.scales is not None and part.is_supported:
         return kernels.matmul.quantized_matmul(
             x,
             part.w,
@@ -96,8 +96,8 @@ def gate_up(x: mx.array, gate: Projection, up: Projection, *, activation: Activa
     >>> gate_up(mx.zeros((3, 8)), ones, ones, activation="silu").shape
     (3, 4)
     """
-    kernels = metal("gate_up")
-    if kernels is not None and has_few_rows(x):
+    kernels = metal_for("gate_up", x)
+    if kernels is not None:
         parts = [own_rows(gate), own_rows(up)]
         weights = [_quantized(part) for part in parts]
         if weights[0] is not None and weights[1] is not None and _are_alike(*parts):
