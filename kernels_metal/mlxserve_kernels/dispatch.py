@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -202,6 +203,8 @@ def _select() -> Selection:
 def host_maker() -> KernelMaker:
     """What makes kernels that run on this machine's CPU, in one schedule: the tests of the kernels try more.
     ValueError where the harness or its compiler is not installed."""
+    if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+        raise ValueError("metal-host runs on x86-64 Linux only")
     try:
         host = importlib.import_module("metal_on_host")
         importlib.import_module("ziglang")

@@ -13,11 +13,12 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxserve_kernels import ops
+from mlxserve_kernels import ops, reference
 from mlxserve_kernels.decoder import Projection, Rope
 from mlxserve_kernels.dispatch import metal
 from mlxserve_kernels.experts import ExpertWeights
 from mlxserve_kernels.page_rows import NO_SOURCE, TOKEN_SIZE, KvPages, KvRows
+from mlxserve_kernels.quantized_pages import head_bytes, read_pages
 
 Run = Callable[[], Sequence[mx.array]]
 """Builds the same results, lazily, from the same inputs each time."""
@@ -154,9 +155,18 @@ class _PageShape:
         positions = mx.arange(100, 100 + count).astype(mx.int32)
         return KvRows(k, v, _normal(count, self.q_heads, self.dim, dtype=dtype), positions, rope)
 
-    def pages(self, count: int, dtype: mx.Dtype) -> KvPages:
+    def pages(self, count: int, dtype: mx.Dtype, kv_bits: int | None = None) -> KvPages:
+        """Full of random values; quantized ones, as the reference writes them."""
         keys, values = (self.dim, self.page_size), (self.page_size, self.dim)
-        return KvPages(*(_normal(count, self.heads, *part, dtype=dtype) for part in (keys, values)))
+        if kv_bits is None:
+            return KvPages(*(_normal(count, self.heads, *part, dtype=dtype) for part in (keys, values)))
+        size = head_bytes(self.dim, self.page_size, kv_bits)
+        pools = [mx.zeros((count, self.heads, size), dtype=mx.uint8) for _ in range(2)]
+        rows = [_normal(count * self.page_size, self.heads, self.dim, dtype=mx.float32) for _ in range(2)]
+        slots = mx.arange(count * self.page_size).astype(mx.int32)
+        written = reference.write_pages(pools[0], pools[1], rows[0], rows[1], slots, kv_bits=kv_bits)
+        mx.eval(written)
+        return KvPages(*written)
 
 
 def _rope_cases(is_small: bool) -> Iterator[Case]:
@@ -178,11 +188,30 @@ def _tail_cases(is_small: bool, *, has_rope: bool) -> Iterator[Case]:
             f"{len(pieces)} tails", dtype, _new_tails, rows, pools, old,
             mx.array([(*piece, 0, 0, 0, 0) for piece in pieces], dtype=mx.int32),
         )  # fmt: skip
+    for kv_bits in (8, 4):
+        pools, old = (shape.pages(count, mx.float32, kv_bits) for count in (shape.num_pages, 2))
+        rows = shape.rows(2, mx.bfloat16, has_rope=has_rope)
+        pieces_array = mx.array([(-1, 3, 1, 0, 0, 0, 0, 0), (2, 9, 1, 1, 0, 0, 0, 0)], dtype=mx.int32)
+        call = partial(_new_values, shape.dim, kv_bits)
+        label = f"2 tails, {kv_bits} bits"
+        # A rotation that rounds otherwise may give the integer beside.
+        tolerance = 2 / (15 if kv_bits == 4 else 127)
+        yield replace(_case(label, mx.bfloat16, call, rows, pools, old, pieces_array), tolerance=tolerance)
 
 
 def _new_tails(rows: KvRows, pools: KvPages, old: KvPages, pieces: mx.array) -> tuple[mx.array, ...]:
     q, tails = ops.write_tails(rows, pools, old, pieces)
     return tails.keys, tails.values, *(() if q is None else (q,))
+
+
+def _new_values(
+    dim: int, kv_bits: int, rows: KvRows, pools: KvPages, old: KvPages, pieces: mx.array
+) -> tuple[mx.array, ...]:
+    """What quantized tails hold: the bytes themselves may differ where a rotation rounds otherwise."""
+    q, tails = ops.write_tails(rows, pools, old, pieces, kv_bits=kv_bits)
+    keys = read_pages(tails.keys, dim, kv_bits, is_keys=True)
+    values = read_pages(tails.values, dim, kv_bits, is_keys=False)
+    return keys, values, *(() if q is None else (q,))
 
 
 def _through_cases(is_small: bool, *, has_rope: bool) -> Iterator[Case]:
@@ -240,6 +269,15 @@ def _attention_cases(is_small: bool) -> Iterator[Case]:
             inputs = (q, pools.keys, pools.values, table, starts, kv_lens)
             scale = shape.dim**-0.5
             yield _case(label, dtype, ops.paged_attention, *inputs, scale=scale, **options)
+    table, starts, kv_lens = (
+        mx.array(values, dtype=mx.int32) for values in ([list(range(pages))], [0, 1], [context])
+    )
+    for kv_bits in (8, 4):
+        pools = shape.pages(shape.num_pages, mx.float32, kv_bits)
+        q = _normal(1, shape.q_heads, shape.dim, dtype=mx.bfloat16)
+        options = {"scale": shape.dim**-0.5, "kv_bits": kv_bits}
+        inputs = (q, pools.keys, pools.values, table, starts, kv_lens)
+        yield _case(f"decode, {kv_bits} bits", mx.bfloat16, ops.paged_attention, *inputs, **options)
 
 
 def _copy_cases(is_small: bool) -> Iterator[Case]:

@@ -447,9 +447,9 @@ def test_sound_kernels_pass(through: Host, run: Callable[[Host], bool]) -> None:
     assert run(through)
 
 
-def test_only_named_pools_may_be_written(host: Host) -> None:
+def test_only_named_pools_may_be_written(cache_dir: Path) -> None:
     with pytest.raises(MetalFault) as caught:
-        run_write(host)
+        run_write(Host(Settings(cache_dir=cache_dir)))
     assert caught.value.kind == "write to an input"
 
 

@@ -14,12 +14,15 @@ import mlx.core as mx
 import pytest
 
 from metal_on_host import Host, Settings
+from mlxserve.errors import UnsupportedModelError
 from mlxserve.models import kernel_choice
+from mlxserve.models.loader import load_model
 from mlxserve_kernels import dispatch, self_test
 from mlxserve_kernels.metal_kernels import maker
 from mlxserve_kernels.metal_kernels.maker import HOST_PERMISSIONS
 from mlxserve_kernels.self_test import Verdict, judge, run_self_test
 from mlxserve_kernels.self_test_cases import KERNELS, Case, cases_of
+from tests.tiny_models import TinyModel, write_tiny_model
 
 NORM = "add_rms_norm"
 
@@ -220,6 +223,45 @@ def test_a_file_that_cannot_be_written_is_one_line(
     kernel_choice.write_verdicts(kernel_choice.this_machine(), verdicts())
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert "cannot be written" in caplog.records[0].message
+
+
+def test_a_model_that_fails_with_them_is_served_without_them(
+    fast_host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its own sizes may be ones that the self-test has not tried."""
+
+    def make(name: str, *args: Any, **kwargs: Any) -> Any:
+        def fail(**arguments: Any) -> list[mx.array]:
+            raise RuntimeError("[metal::Device] Unable to build metal library\nerror: too large")
+
+        return fail if name == "attend_split" else fast_host.metal_kernel(name, *args, **kwargs)
+
+    monkeypatch.setattr(kernel_choice, "_settled", verdicts())
+    write_tiny_model(tmp_path / "llama", TinyModel())
+    write_tiny_model(tmp_path / "other", TinyModel(model_type="mamba", extra_config=MAMBA))
+    chosen = replace(dispatch.metal_selection(make, proven=frozenset(KERNELS)), name="metal")
+    with dispatch.using(chosen):
+        # What no kernels could serve changes nothing.
+        with pytest.raises(UnsupportedModelError):
+            load_model(tmp_path / "other")
+        assert dispatch.selection() is chosen
+        caplog.clear()
+        model = load_model(tmp_path / "llama")
+        assert dispatch.selection().proven == frozenset()
+    assert model.num_fused_layers == 0
+    assert caplog.records[-1].message.startswith(
+        "The Metal kernels are not used, MLX's own operations are: model_type 'llama' is not served yet: "
+    )
+    assert "Unable to build metal library" in caplog.text
+
+
+MAMBA = {
+    "state_size": 4,
+    "conv_kernel": 4,
+    "use_bias": False,
+    "use_conv_bias": True,
+    "time_step_rank": 4,
+}
 
 
 def test_nothing_is_settled_without_metal(monkeypatch: pytest.MonkeyPatch) -> None:
