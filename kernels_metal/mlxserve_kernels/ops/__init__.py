@@ -9,9 +9,9 @@ KV pools. There the result of a row does not depend on the other rows of the cal
 page placement or on the number of threads: its bits are equal. quantized_matmul, tiled_matmul, linear,
 rms_norm, silu_mul and gelu_mul have gradients; one of quantized weights raises ValueError.
 
-The Metal kernels have: add and RMS norm, products of affine, mxfp4, mxfp8 and nvfp4 weights, also of gate and
-up together and of experts, adapters, attention over pages of floats and of 8- and 4-bit integers, and the ways
-of ``dispatch.page_route`` to write pages; all for float32, float16 and bfloat16. A row's bits depend on
+The Metal kernels have: add and RMS norm, products of affine, mxfp4, mxfp8 and nvfp4 weights, also of gate
+and up together and of experts, adapters, attention over pages of floats and of 8- and 4-bit integers, and the
+ways of ``dispatch.page_route`` to write pages; all for float32, float16 and bfloat16. A row's bits depend on
 nothing beside it as long as the same kernels run: see ``many_rows`` in docs/decisions.md. They have no
 gradients.
 
