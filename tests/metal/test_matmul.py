@@ -196,6 +196,9 @@ def test_gate_up_with_biases(host: Host) -> None:
         kernels.gate_up(x, gate, up, activation="silu", gate_bias=biases[0])
     with pytest.raises(ValueError, match="gate and up must be alike"):
         kernels.gate_up(x, gate, up.rows(0, 4), activation="silu")
+    narrow = biases[1].astype(mx.float16)
+    with pytest.raises(ValueError, match="biases must have one dtype"):
+        kernels.gate_up(x, gate, up, activation="silu", gate_bias=biases[0], up_bias=narrow)
 
 
 def test_more_rows_read_the_weights_once_a_tile(host: Host) -> None:

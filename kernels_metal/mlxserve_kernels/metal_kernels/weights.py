@@ -153,5 +153,7 @@ def check_pair(
             f"{name}: gate and up must be alike, got {dict(gate.template)} {list(gate.w.shape)} with "
             f"{has[0]} and {dict(up.template)} {list(up.w.shape)} with {has[1]}"
         )
+    if gate_bias is not None and up_bias is not None and gate_bias.dtype != up_bias.dtype:
+        raise ValueError(f"{name}: biases must have one dtype, got {gate_bias.dtype} and {up_bias.dtype}")
     for bias in (gate_bias, up_bias):
         check_bias(name, bias, gate.w.shape[:-1])
