@@ -153,10 +153,16 @@ def stored(pools: list[np.ndarray], dtype: mx.Dtype, kv_bits: int | None) -> tup
 
 
 def run(host: Host, args: Paged, **kw: Any) -> mx.array:
-    scale = args.q.shape[2] ** -0.5
-    return MetalKernels(host.metal_kernel).attention.paged_attention(
-        *args.pooled, scale=scale, **args.tails, **kw
-    )
+    """Chunks by both kernels, which must agree bit by bit."""
+    kernels = MetalKernels(host.metal_kernel).attention
+    options = {"scale": args.q.shape[2] ** -0.5, **args.tails, **kw}
+    output = kernels.paged_attention(*args.pooled, **options)
+    if args.q.shape[0] != args.kv_lens.shape[0] and host.reports and host.reports[-1].name == "merge_splits":
+        kernels.split_below = 0
+        other = kernels.paged_attention(*args.pooled, **options)
+        assert host.reports[-1].name == "attend_tile"
+        np.testing.assert_array_equal(np.array(other.astype(mx.float32)), np.array(output.astype(mx.float32)))
+    return output
 
 
 def expected(case: Case, *, dtype: mx.Dtype, kv_bits: int | None, page: int, **kw: Any) -> mx.array:
@@ -245,7 +251,10 @@ def test_all_sizes_and_dtypes(
 
 @pytest.mark.parametrize("lengths", [([40, 270], [1, 1]), ([40, 70], [3, 5])], ids=["decode", "chunks"])
 @pytest.mark.parametrize("kv_bits", [8, 4])
-@pytest.mark.parametrize(("dim", "value_dim", "page"), [(64, 64, 16), (32, 96, 32), (128, 128, 64)])
+@pytest.mark.parametrize(
+    ("dim", "value_dim", "page"),
+    [(64, 64, 16), (32, 96, 32), pytest.param(128, 128, 64, marks=pytest.mark.full)],
+)
 def test_quantized_pools(
     host: Host, lengths: tuple[list[int], list[int]], kv_bits: int, dim: int, value_dim: int, page: int
 ) -> None:
@@ -429,7 +438,9 @@ def test_slices_that_start_where_they_may(cache_dir: Path, kv_bits: int | None) 
     ],
     ids=str,
 )
-@pytest.mark.parametrize("options", [{}, {"window": 320}], ids=["plain", "window"])
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"window": 320}, marks=pytest.mark.full)], ids=["plain", "window"]
+)
 def test_decode_asks_for_each_byte_once(
     host: Host, dim: int, page: int, dtype: mx.Dtype, kv_bits: int | None, options: dict[str, Any]
 ) -> None:
@@ -454,6 +465,7 @@ def test_chunks_read_keys_once_a_tile(host: Host) -> None:
     run(host, args)
     report = host.reports[-1]
     assert report.name == "attend_tile"
+    assert report.grid == (2 * 128, 16 // 8 + 1 + 1, 1)
     for name, pool in (("k_pool", args.k_pool), ("v_pool", args.v_pool)):
         cost = report.buffer(name)
         assert cost.simd_read <= 2 * 1.05 * pool.nbytes // pool.shape[0] * 8
@@ -503,7 +515,9 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("lengths", [([40, 270], [1, 1]), ([40, 70], [3, 5])], ids=["decode", "chunks"])
+@pytest.mark.parametrize(
+    "lengths", [([40, 270], [1, 1]), ([40, 70], [3, 5])], ids=["attend_split", "attend_tile"]
+)
 @pytest.mark.parametrize(("old", "new", "kind"), FAULTS, ids=map(str, range(len(FAULTS))))
 def test_planted_fault_is_caught(
     host: Host,
@@ -530,7 +544,9 @@ def assert_is_caught(
     want = expected(case, page=32, dtype=mx.float32, kv_bits=kv_bits)
     sound = maker.source
     files = [
-        name for name in ("attention.h", "attention_pages.h", "attention_kernels.h") if old in sound(name)
+        name
+        for name in ("attention.h", "attention_pages.h", "attention_splits.h", "attention_kernels.h")
+        if old in sound(name)
     ]
     assert files
     monkeypatch.setattr(maker, "source", lambda name: sound(name).replace(old, new))

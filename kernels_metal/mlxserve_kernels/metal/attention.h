@@ -9,63 +9,7 @@
 // In a split each simdgroup takes 64 keys and reads them once for all rows.
 //
 //   attend_tile      loops over the splits of its tile and merges them in registers
-//   attend_split     one split of one token's heads, to be merged by merge_splits
-
-constant constexpr int split_keys = 256;
-constant constexpr int simdgroup_keys = 64;
-
-// exp(part - whole), where a part without any score counts nothing.
-inline float share_of(float part, float whole) { return part == -INFINITY ? 0.0f : precise::exp(part - whole); }
-
-// A softmax's state in one row over the splits up to now. Each fma is spelt out, so that no kernel rounds otherwise.
-struct Merged {
-  float greatest = -INFINITY, sum = 0;
-  // What the last merge multiplied old and new values by.
-  float kept = 1, added = 0;
-
-  void merge(float part_greatest, float part_sum) thread {
-    const float best = part_greatest > greatest ? part_greatest : greatest;
-    kept = share_of(greatest, best);
-    added = share_of(part_greatest, best);
-    greatest = best;
-    sum = fma(part_sum, added, sum * kept);
-  }
-  float value(float old, float part) const thread { return fma(part, added, old * kept); }
-
-  // One more logit, that of no key.
-  void merge_sink(float sink) thread {
-    merge(sink, 1);
-    added = 0;
-  }
-};
-
-// The rows of a tile: `count` tokens from `first` on, the first at `position` of sequence `sequence`.
-struct TileRows {
-  int sequence, first, count, position;
-
-  bool has_sequence(int num_sequences) const thread { return sequence < num_sequences; }
-};
-
-// Tile `tile` starts in the last sequence s whose first tile, q_starts[s] / Tokens + s, is not behind it: tiles enough for
-// every sequence, known without one look at the lengths. Rows behind the last sequence count as one more.
-template <int Tokens>
-TileRows find_rows(const device int* q_starts, const device int* kv_lens, int num_sequences, int num_tokens, int tile) {
-  int low = 0, high = num_sequences;
-  while (low < high) {
-    const int middle = (low + high + 1) / 2;
-    const int begin = Tokens == 1 ? q_starts[middle] : q_starts[middle] / Tokens + middle;
-    if (begin <= tile) low = middle;
-    else high = middle - 1;
-  }
-  const bool is_last = low == num_sequences;
-  const int begin = q_starts[low], end = is_last ? num_tokens : q_starts[low + 1];
-  TileRows rows;
-  rows.sequence = low;
-  rows.first = Tokens == 1 ? tile : begin + (tile - begin / Tokens - low) * Tokens;
-  rows.count = min(Tokens, end - rows.first);
-  rows.position = is_last ? 0 : kv_lens[low] - (end - rows.first);
-  return rows;
-}
+//   attend_split     one split of its tile, to be merged by merge_splits
 
 // Threadgroup memory of a tile. Rows of queries are padded, so that a matrix's rows lie in different banks.
 template <int D, int RowTiles>
@@ -108,6 +52,8 @@ struct Tile {
   bool has_row(int row) const thread {
     return row < Tokens * Heads && row / Heads < tokens.count && row % Heads < num_heads;
   }
+  // Whether an 8-row tile has a row at all: a token alone leaves most of a large tile empty.
+  bool has_rows(int t) const thread { return t * 8 < min(tokens.count, Tokens) * Heads; }
   // The first key that anybody in the tile sees, and the end of them.
   int begin() const thread { return Window > 0 ? max(0, tokens.position - Window + 1) : 0; }
   int end() const thread { return tokens.position + tokens.count; }
@@ -135,19 +81,19 @@ struct Tile {
 
   // A lane's 8 scales out of those of 32 keys, one a lane.
   void spread(float of_key, thread float* out) const thread {
-    for (int e = 0; e < 8; e++) out[e] = simd_shuffle(of_key, ushort(lane.pair * 8 + e));
+    UNROLLED for (int e = 0; e < 8; e++) out[e] = simd_shuffle(of_key, ushort(lane.pair * 8 + e));
   }
 
   // weights = (q * scale) . k of the 64 keys from `first` on.
   void score(int first) thread {
-    for (int t = 0; t < RowTiles; t++)
-      for (int b = 0; b < 2; b++)
-        for (int n = 0; n < 4; n++) weights[t][b][n] = matrix_of(0, 0);
+    UNROLLED for (int t = 0; t < RowTiles; t++)
+      UNROLLED for (int b = 0; b < 2; b++)
+        UNROLLED for (int n = 0; n < 4; n++) weights[t][b][n] = matrix_of(0, 0);
     if (!is_loaded(first, simdgroup_keys)) return;
     const device KV* from[2];
     const device float* scales[2];
     bool has_keys[2], has_scale[2];
-    for (int b = 0; b < 2; b++) {
+    UNROLLED for (int b = 0; b < 2; b++) {
       const int key = first + b * 32 + int(lane.pair) * 8, own = first + b * 32 + int(lane.lane);
       has_keys[b] = is_loaded(key, 8);
       from[b] = has_keys[b] ? pages.keys(key) : pages.k_pool;
@@ -157,13 +103,13 @@ struct Tile {
     for (int group = 0; group < (D + 31) / 32; group++) {
       KeysOfLane keys[2];
       float scale_of[2][8], bias_of[2][8];
-      for (int b = 0; b < 2; b++) {
+      UNROLLED for (int b = 0; b < 2; b++) {
         keys[b].clear();
         if (has_keys[b]) keys[b].load(from[b], group, (first + b * 32 + int(lane.pair) * 8) % Page, lane.row);
         if constexpr (Bits != 0) spread(has_scale[b] ? scales[b][group * Page] : 0.0f, scale_of[b]);
         if constexpr (Bits == 4) spread(has_scale[b] ? scales[b][(D / 32 + group) * Page] : 0.0f, bias_of[b]);
       }
-      for (int step = 0; step < 4; step++) {
+      UNROLLED for (int step = 0; step < 4; step++) {
         const int d = group * 32 + step * 8;
         if (d < D) score_step(keys, scale_of, bias_of, step, d);
       }
@@ -174,12 +120,13 @@ struct Tile {
       const thread KeysOfLane* keys, const thread float (*scale_of)[8], const thread float (*bias_of)[8], int step,
       int d) thread {
     float k[2][8];
-    for (int b = 0; b < 2; b++) keys[b].widen(step, scale_of[b], bias_of[b], k[b]);
-    for (int t = 0; t < RowTiles; t++) {
+    UNROLLED for (int b = 0; b < 2; b++) keys[b].widen(step, scale_of[b], bias_of[b], k[b]);
+    UNROLLED for (int t = 0; t < RowTiles; t++) {
+      if (!has_rows(t)) continue;
       const threadgroup T* at = queries + (t * 8 + int(lane.row)) * Memory::stride + d + int(lane.pair) * 2;
       const simdgroup_float8x8 q = matrix_of(float(at[0]) * scale, float(at[1]) * scale);
-      for (int b = 0; b < 2; b++)
-        for (int n = 0; n < 4; n++) {
+      UNROLLED for (int b = 0; b < 2; b++)
+        UNROLLED for (int n = 0; n < 4; n++) {
           const simdgroup_float8x8 columns = matrix_of(k[b][2 * n], k[b][2 * n + 1]);
           simdgroup_multiply_accumulate(weights[t][b][n], q, columns, weights[t][b][n]);
         }
@@ -188,12 +135,12 @@ struct Tile {
 
   // Soft cap and mask, and each row's greatest score of the 64 keys.
   void mask(int first) thread {
-    for (int t = 0; t < RowTiles; t++) {
+    UNROLLED for (int t = 0; t < RowTiles; t++) {
       const int row = t * 8 + int(lane.row);
       float greatest = -INFINITY;
-      for (int b = 0; b < 2; b++)
-        for (int n = 0; n < 4; n++)
-          for (int i = 0; i < 2; i++) {
+      UNROLLED for (int b = 0; b < 2; b++)
+        UNROLLED for (int n = 0; n < 4; n++)
+          UNROLLED for (int i = 0; i < 2; i++) {
             float s = weights[t][b][n].thread_elements()[i];
             if (HasSoftcap) s = softcap * precise::tanh(s / softcap);
             if (!sees(row, first + b * 32 + int(lane.pair) * 8 + n * 2 + i)) s = -INFINITY;
@@ -218,14 +165,14 @@ struct Tile {
 
   // weights = exp(score - greatest of the split), and each row's sum of the 64 keys.
   void exponentiate() thread {
-    for (int t = 0; t < RowTiles; t++) {
+    UNROLLED for (int t = 0; t < RowTiles; t++) {
       const int row = t * 8 + int(lane.row);
       const float greatest = greatest_of(row);
       const float from = greatest == -INFINITY ? 0.0f : greatest;
       float sum = 0;
-      for (int b = 0; b < 2; b++)
-        for (int n = 0; n < 4; n++)
-          for (int i = 0; i < 2; i++) {
+      UNROLLED for (int b = 0; b < 2; b++)
+        UNROLLED for (int n = 0; n < 4; n++)
+          UNROLLED for (int i = 0; i < 2; i++) {
             const float weight = precise::exp(weights[t][b][n].thread_elements()[i] - from);
             weights[t][b][n].thread_elements()[i] = weight;
             sum += weight;
@@ -254,20 +201,20 @@ struct Tile {
         (first + simdgroup_keys > tokens.position + 1 || (Window > 0 && first < end() - Window));
     const device KV* from[2];
     float scales[2][value_groups], biases[2][value_groups];
-    for (int b = 0; b < 2; b++) {
+    UNROLLED for (int b = 0; b < 2; b++) {
       const int key = first + key_of(b, 0) / 8 * 8;
       from[b] = is_loaded(key, 8) ? pages.values(key) : pages.v_pool;
       if constexpr (Bits != 0) load_scales(first + b * 32 + int(lane.lane), scales[b], biases[b]);
     }
-    for (int block = 0; block < ValuesOfLane::blocks; block++) {
+    UNROLLED for (int block = 0; block < ValuesOfLane::blocks; block++) {
       ValuesOfLane raw[2][4];
-      for (int b = 0; b < 2; b++)
-        for (int n = 0; n < 4; n++) {
+      UNROLLED for (int b = 0; b < 2; b++)
+        UNROLLED for (int n = 0; n < 4; n++) {
           const int key = first + key_of(b, n);
           raw[b][n].clear();
           if (is_loaded(key, 1)) raw[b][n].load(from[b], block, key % Page, lane.pair);
         }
-      for (int sub = 0; sub < ValuesOfLane::subs; sub++) {
+      UNROLLED for (int sub = 0; sub < ValuesOfLane::subs; sub++) {
         weigh(raw, scales, biases, block, sub, first, is_active, is_mixed);
         threadgroup_barrier(mem_flags::mem_threadgroup);
         taker.take(*this, index, block, sub);
@@ -281,8 +228,8 @@ struct Tile {
     const bool is_read = is_loaded(key, 1);
     const device KV* page = is_read ? pages.values(key) : pages.v_pool;
     const device float* of_scales = (const device float*)(page + DV * Bits / 8 * Page) + key % Page * value_groups;
-    for (int g = 0; g < value_groups; g++) scales[g] = is_read ? of_scales[g] : 0.0f;
-    for (int g = 0; g < value_groups; g++)
+    UNROLLED for (int g = 0; g < value_groups; g++) scales[g] = is_read ? of_scales[g] : 0.0f;
+    UNROLLED for (int g = 0; g < value_groups; g++)
       biases[g] = Bits == 4 && is_read ? of_scales[Page * value_groups + g] : 0.0f;
   }
 
@@ -290,7 +237,7 @@ struct Tile {
   // is shuffled, and one kept.
   float of_group(const thread float* groups, int block, int key) const thread {
     float kept = 0;
-    for (int g = 0; g < ValuesOfLane::subs; g++) {
+    UNROLLED for (int g = 0; g < ValuesOfLane::subs; g++) {
       const int at = block * ValuesOfLane::subs + g;
       const float one = simd_shuffle(at < value_groups ? groups[at] : 0.0f, ushort(key));
       if (ValuesOfLane::group(lane.pair) == g) kept = one;
@@ -303,48 +250,48 @@ struct Tile {
       const thread ValuesOfLane (*raw)[4], const thread float (*scales)[value_groups],
       const thread float (*biases)[value_groups], int block, int sub, int first, bool is_active, bool is_mixed) thread {
     simdgroup_float8x8 sum[RowTiles][4];
-    for (int t = 0; t < RowTiles; t++)
-      for (int m = 0; m < 4; m++) sum[t][m] = matrix_of(0, 0);
+    UNROLLED for (int t = 0; t < RowTiles; t++)
+      UNROLLED for (int m = 0; m < 4; m++) sum[t][m] = matrix_of(0, 0);
     if (is_active) {
-      for (int b = 0; b < 2; b++)
-        for (int n = 0; n < 4; n++) {
+      UNROLLED for (int b = 0; b < 2; b++)
+        UNROLLED for (int n = 0; n < 4; n++) {
           float v[8], scale_of = 0, bias_of = 0;
           if constexpr (Bits != 0) scale_of = of_group(scales[b], block, key_of(0, n));
           if constexpr (Bits == 4) bias_of = of_group(biases[b], block, key_of(0, n));
           raw[b][n].widen(sub, lane.pair, scale_of, bias_of, v);
           // A weight of 0 times an infinity is NaN, which a row must not get from a key that it does not see.
           if (is_mixed) add_infinities(sum, v, b, n, first);
-          for (int m = 0; m < 4; m++) {
+          UNROLLED for (int m = 0; m < 4; m++) {
             const simdgroup_float8x8 columns = matrix_of(v[2 * m], v[2 * m + 1]);
-            for (int t = 0; t < RowTiles; t++)
-              simdgroup_multiply_accumulate(sum[t][m], weights[t][b][n], columns, sum[t][m]);
+            UNROLLED for (int t = 0; t < RowTiles; t++)
+              if (has_rows(t)) simdgroup_multiply_accumulate(sum[t][m], weights[t][b][n], columns, sum[t][m]);
           }
         }
     }
-    for (int t = 0; t < RowTiles; t++) {
+    UNROLLED for (int t = 0; t < RowTiles; t++) {
       threadgroup float* to = partial + (int(simdgroup_index) * rows + t * 8 + int(lane.row)) * 32 + int(lane.pair) * 8;
-      for (int m = 0; m < 4; m++)
-        for (int i = 0; i < 2; i++) to[m * 2 + i] = sum[t][m].thread_elements()[i];
+      UNROLLED for (int m = 0; m < 4; m++)
+        UNROLLED for (int i = 0; i < 2; i++) to[m * 2 + i] = sum[t][m].thread_elements()[i];
     }
   }
 
   // Adds the products of values that are not finite to the rows that see them, and makes these values 0.
   void add_infinities(thread simdgroup_float8x8 (*sum)[4], thread float* v, int b, int n, int first) thread {
     bool is_any = false;
-    for (int e = 0; e < 8; e++) is_any |= !isfinite(v[e]);
+    UNROLLED for (int e = 0; e < 8; e++) is_any |= !isfinite(v[e]);
     if (!simd_any(is_any)) return;
-    for (int k = 0; k < 8; k++) {
+    UNROLLED for (int k = 0; k < 8; k++) {
       const int key = first + b * 32 + k / 2 * 8 + n * 2 + k % 2;
       float value[8];
-      for (int e = 0; e < 8; e++) value[e] = simd_shuffle(v[e], lane_at(k, lane.pair));
-      for (int t = 0; t < RowTiles; t++) {
+      UNROLLED for (int e = 0; e < 8; e++) value[e] = simd_shuffle(v[e], lane_at(k, lane.pair));
+      UNROLLED for (int t = 0; t < RowTiles; t++) {
         const float weight = simd_shuffle(weights[t][b][n].thread_elements()[k % 2], lane_at(lane.row, k / 2));
         const bool is_seen = sees(t * 8 + int(lane.row), key);
-        for (int e = 0; e < 8; e++)
+        UNROLLED for (int e = 0; e < 8; e++)
           if (is_seen && !isfinite(value[e])) sum[t][e / 2].thread_elements()[e % 2] += weight * value[e];
       }
     }
-    for (int e = 0; e < 8; e++)
+    UNROLLED for (int e = 0; e < 8; e++)
       if (!isfinite(v[e])) v[e] = 0;
   }
 
@@ -354,50 +301,5 @@ struct Tile {
   float sum_of_partials(int row) const thread {
     const threadgroup float* at = partial + row * 32 + lane.lane;
     return ((at[0] + at[rows * 32]) + at[2 * rows * 32]) + at[3 * rows * 32];
-  }
-};
-
-// Merges splits in registers.
-template <typename TileType>
-struct Accumulated {
-  Merged state[TileType::owned];
-  float values[TileType::value_blocks][TileType::owned];
-
-  explicit Accumulated(float start) thread {
-    for (int block = 0; block < TileType::value_blocks; block++)
-      for (int n = 0; n < TileType::owned; n++) values[block][n] = start;
-  }
-
-  void take(thread TileType& tile, int split, int block, int sub) thread {
-    const int at = block * TileType::ValuesOfLane::subs + sub;
-    for (int n = 0; n < TileType::owned; n++) {
-      const int row = tile.owned_row(n);
-      if (!tile.sees_split(row, split)) continue;
-      if (at == 0) state[n].merge(tile.greatest_of(row), tile.sum_of(row));
-      values[at][n] = state[n].value(values[at][n], tile.sum_of_partials(row));
-    }
-  }
-};
-
-// Writes a split's part of one token for merge_splits: stats [split, T, H, 2] and sums [split, T, H, columns], in the order
-// in which threads own columns: side by side.
-template <typename TileType, int DV>
-struct Written {
-  device float* sums;
-  device float* stats;
-  size_t first_row;
-
-  void take(thread TileType& tile, int, int block, int sub) thread {
-    const int at = (block * TileType::ValuesOfLane::subs + sub) * 32 + int(tile.lane.lane);
-    for (int n = 0; n < TileType::owned; n++) {
-      const int row = tile.owned_row(n);
-      if (!tile.has_row(row)) continue;
-      if (block == 0 && sub == 0 && tile.lane.lane == 0) {
-        stats[(first_row + row) * 2] = tile.greatest_of(row);
-        stats[(first_row + row) * 2 + 1] = tile.sum_of(row);
-      }
-      if (tile.owned_column(block, sub) < DV)
-        sums[(first_row + row) * (TileType::value_blocks * 32) + at] = tile.sum_of_partials(row);
-    }
   }
 };

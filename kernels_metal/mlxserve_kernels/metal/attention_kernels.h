@@ -83,14 +83,14 @@ void attend_tile(
     tile.tokens = rows;
     tile.num_heads = heads.num_heads;
   }
-  for (int n = 0; n < TileType::owned; n++) {
+  UNROLLED for (int n = 0; n < TileType::owned; n++) {
     const int row = tile.owned_row(n);
     if (!tile.has_row(row)) continue;
     const int token = TileType::token_of(row), head = heads.first_head + row % Heads;
     const bool is_zero = !rows.has_sequence(in.num_sequences) || rows.position + token < 0;
     if (HasSinks) total.state[n].merge_sink(sinks[head]);
     device T* to = out + (size_t(rows.first + token) * in.num_heads + head) * DV;
-    for (int block = 0; block < TileType::value_blocks; block++) {
+    UNROLLED for (int block = 0; block < TileType::value_blocks; block++) {
       constexpr int subs = TileType::ValuesOfLane::subs;
       const int column = tile.owned_column(block / subs, block % subs);
       const float value = HasSinks ? total.values[block][n] * total.state[n].kept : total.values[block][n];
@@ -99,23 +99,25 @@ void attend_tile(
   }
 }
 
-// Threadgroup (x, y, z): head tile x of all, token y, split z. Writes nothing where the row does not see the split.
-template <typename TileType, typename T, typename KV, int DV, int Heads>
+// Threadgroup (x, y, z): head tile x of all, tile y of rows, split z. Writes nothing for a row that does not see the split.
+template <typename TileType, typename T, typename KV, int DV, int Heads, int Tokens>
 void attend_split(
     const thread AttentionInputs<T, KV>& in, const thread AttentionMemory<T>& memory, device float* sums,
     device float* stats, uint3 group, uint thread_index) {
-  const TileRows rows = find_rows<1>(in.q_starts, in.kv_lens, in.num_sequences, in.num_tokens, int(group.y));
-  if (!rows.has_sequence(in.num_sequences)) return;
-  const HeadTile heads = head_tile<Heads>(int(group.x), in.num_heads / in.num_kv_heads);
+  const TileRows rows = find_rows<Tokens>(in.q_starts, in.kv_lens, in.num_sequences, in.num_tokens, int(group.y));
+  if (rows.count <= 0 || !rows.has_sequence(in.num_sequences)) return;
   TileType tile(thread_index % 32);
   tile.tokens = rows;
-  if (!tile.sees_split(0, int(group.z))) return;
+  const int split = int(group.z);
+  if (!tile.is_loaded(split * split_keys, split_keys)) return;
+  const HeadTile heads = head_tile<Heads>(int(group.x), in.num_heads / in.num_kv_heads);
   set_up(tile, in, memory, rows, heads, thread_index);
-  Written<TileType, DV> parts;
+  Written<TileType, Heads, DV> parts;
   parts.sums = sums;
   parts.stats = stats;
-  parts.first_row = (size_t(group.z) * in.num_tokens + group.y) * in.num_heads + heads.first_head;
-  tile.split(int(group.z), parts);
+  parts.first_row = (size_t(split) * in.num_tokens + rows.first) * in.num_heads + heads.first_head;
+  parts.num_heads = in.num_heads;
+  tile.split(split, parts);
 }
 
 // Thread (x, y, z): the x-th of the columns of part sums, head y of token z.

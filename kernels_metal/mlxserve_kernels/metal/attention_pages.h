@@ -8,6 +8,13 @@
 //
 // Bits 0: pools of KV, float, half or bfloat. Bits 8 and 4: bytes, as quantized_pages.py lays them out.
 
+// On a GPU arrays stay in registers only where each index is known to the compiler.
+#ifdef METAL_ON_HOST
+#define UNROLLED
+#else
+#define UNROLLED _Pragma("clang loop unroll(full)")
+#endif
+
 struct Lane {
   uint lane, row, pair;
 
@@ -34,9 +41,9 @@ inline simdgroup_float8x8 matrix_of(float first, float second) {
 template <typename KV>
 void widen_floats(const thread uint* words, thread float* out) {
   if constexpr (sizeof(KV) == 4) {
-    for (int e = 0; e < 8; e++) out[e] = as_type<float>(words[e]);
+    UNROLLED for (int e = 0; e < 8; e++) out[e] = as_type<float>(words[e]);
   } else {
-    for (int n = 0; n < 4; n++) {
+    UNROLLED for (int n = 0; n < 4; n++) {
       const vec<KV, 2> two = as_type<vec<KV, 2>>(words[n]);
       out[2 * n] = float(two[0]);
       out[2 * n + 1] = float(two[1]);
@@ -52,9 +59,9 @@ void load_words(const device void* from, thread uint* words) {
     words[0] = two[0];
     words[1] = two[1];
   } else {
-    for (int n = 0; n < N; n += 4) {
+    UNROLLED for (int n = 0; n < N; n += 4) {
       const uint4 four = ((const device uint4*)from)[n / 4];
-      for (int k = 0; k < 4; k++) words[n + k] = four[k];
+      UNROLLED for (int k = 0; k < 4; k++) words[n + k] = four[k];
     }
   }
 }
@@ -70,18 +77,18 @@ struct Keys {
   uint raw[loads][words];
 
   void clear() thread {
-    for (int n = 0; n < loads; n++)
-      for (int k = 0; k < words; k++) raw[n][k] = 0;
+    UNROLLED for (int n = 0; n < loads; n++)
+      UNROLLED for (int k = 0; k < words; k++) raw[n][k] = 0;
   }
 
   // page: this head's part of a page; slot: of the first key, a multiple of 8.
   void load(const device KV* page, int group, int slot, uint row) thread {
-    for (int n = 0; n < loads; n++) {
+    UNROLLED for (int n = 0; n < loads; n++) {
       const int at = (group * loads + n) * 8 + int(row);
       if (at < pool_rows) {
         load_words<words>(page + at * Page + slot, raw[n]);
       } else {
-        for (int k = 0; k < words; k++) raw[n][k] = 0;
+        UNROLLED for (int k = 0; k < words; k++) raw[n][k] = 0;
       }
     }
   }
@@ -91,10 +98,10 @@ struct Keys {
     if constexpr (Bits == 0) {
       widen_floats<KV>(raw[step], out);
     } else if constexpr (Bits == 8) {
-      for (int e = 0; e < 8; e++) out[e] = float(as_type<char4>(raw[step][e / 4])[e % 4]) * scales[e];
+      UNROLLED for (int e = 0; e < 8; e++) out[e] = float(as_type<char4>(raw[step][e / 4])[e % 4]) * scales[e];
     } else {
       const int shift = step / 2 * 4;
-      for (int e = 0; e < 8; e++) {
+      UNROLLED for (int e = 0; e < 8; e++) {
         const uint q = raw[step % 2][e / 4] >> (e % 4 * 8 + shift) & 15;
         out[e] = float(q) * scales[e] + biases[e];
       }
@@ -127,7 +134,7 @@ struct Values {
   static int group(uint pair) { return int(pair) * subs / 4; }
 
   void clear() thread {
-    for (int k = 0; k < words; k++) raw[k] = 0;
+    UNROLLED for (int k = 0; k < words; k++) raw[k] = 0;
   }
 
   void load(const device KV* page, int block, int slot, uint pair) thread {
@@ -139,9 +146,9 @@ struct Values {
       if (at < groups) load_words<4>(page + slot * (DV / 2) + at * 16, raw);
       else clear();
     } else if constexpr (DV * sizeof(KV) % 16 == 0) {
-      for (int n = 0; n < words; n += 4) {
+      UNROLLED for (int n = 0; n < words; n += 4) {
         const int at = column(block, 0, pair, n);
-        for (int k = 0; k < 4; k++) raw[n + k] = 0;
+        UNROLLED for (int k = 0; k < 4; k++) raw[n + k] = 0;
         if (at < DV) load_words<4>(page + slot * DV + at, raw + n);
       }
     } else {
@@ -152,11 +159,11 @@ struct Values {
   // Rows that start anywhere.
   void load_single(const device KV* row, int block, uint pair) thread {
     KV values[8];
-    for (int e = 0; e < 8; e++) {
+    UNROLLED for (int e = 0; e < 8; e++) {
       const int at = column(block, 0, pair, e);
       values[e] = at < DV ? row[at] : KV(0);
     }
-    for (int k = 0; k < words; k++) {
+    UNROLLED for (int k = 0; k < words; k++) {
       if constexpr (sizeof(KV) == 4) {
         raw[k] = as_type<uint>(values[k]);
       } else {
@@ -172,10 +179,10 @@ struct Values {
     if constexpr (Bits == 0) {
       widen_floats<KV>(raw, out);
     } else if constexpr (Bits == 8) {
-      for (int e = 0; e < 8; e++) out[e] = float(as_type<char4>(raw[2 * sub + e / 4])[e % 4]) * scale;
+      UNROLLED for (int e = 0; e < 8; e++) out[e] = float(as_type<char4>(raw[2 * sub + e / 4])[e % 4]) * scale;
     } else {
       const int shift = (subs == 4 ? sub / 2 : int(pair) % 2) * 4, first = sub % 2 * 2;
-      for (int e = 0; e < 8; e++) {
+      UNROLLED for (int e = 0; e < 8; e++) {
         const uint word = first == 0 ? raw[e / 4] : raw[2 + e / 4];
         out[e] = float(word >> (e % 4 * 8 + shift) & 15) * scale + bias;
       }

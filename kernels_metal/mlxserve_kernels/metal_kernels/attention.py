@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
@@ -23,6 +25,8 @@ THREADS = 128
 KEY_UNIT = 8
 """A lane reads as many neighbouring keys at once."""
 MAX_THREADGROUP_BYTES = 32768
+MAX_PART_VALUES = 1 << 25
+"""Splits are merged by a second kernel only where their sums of values are no more."""
 
 _INPUTS = ["q", "k_pool", "v_pool", "k_tail", "v_tail", "block_tables", "q_starts", "kv_lens", "params"]
 
@@ -46,7 +50,7 @@ attend_tile<TileType, T, KV, DV, HEADS, TOKENS, HAS_SINKS>(
 _ATTEND_SPLIT = (
     _TILE
     + """
-attend_split<TileType, T, KV, DV, HEADS>(
+attend_split<TileType, T, KV, DV, HEADS, TOKENS>(
     in, memory, part_sums, part_stats, threadgroup_position_in_grid, thread_index_in_threadgroup);
 """
 )
@@ -92,11 +96,15 @@ def _memory_bytes(dim: int, row_tiles: int, dtype: mx.Dtype) -> int:
 
 
 class AttentionKernels:
-    """Kernels made by `make`."""
+    """Kernels made by `make`.
+
+    `split_below`: chunks of fewer threadgroups than that get one for each split, as single rows do. A row's
+    bits do not depend on it.
+    """
 
     def __init__(self, make: KernelMaker) -> None:
-        pages, tiles, kernels = (maker.source(f"attention{part}.h") for part in ("_pages", "", "_kernels"))
-        header = pages + tiles + kernels
+        self.split_below = 256
+        header = "".join(maker.source(f"attention{part}.h") for part in ("_pages", "_splits", "", "_kernels"))
         self._attend_tile = make("attend_tile", [*_INPUTS, "sinks"], ["out"], _ATTEND_TILE, header)
         self._attend_split = make("attend_split", _INPUTS, ["part_sums", "part_stats"], _ATTEND_SPLIT, header)
         self._merge_splits = make(
@@ -156,30 +164,35 @@ class AttentionKernels:
         tokens = 1 if is_decode else 8 * row_tiles // heads
         head_tiles = shape.kv_heads * -(-shape.group // heads)
         num_splits = -(-block_tables.shape[1] * shape.page // SPLIT_KEYS)
+        tiles = num_tokens if tokens == 1 else num_tokens // tokens + num_sequences + 1
+        # Four at least: smaller arrays would come to the second kernel in another address space.
+        part_shape = (max(num_splits, 4), num_tokens, shape.heads)
+        is_split = (
+            num_splits > 1
+            and math.prod(part_shape) * shape.num_columns <= MAX_PART_VALUES
+            and (is_decode or tiles * head_tiles < self.split_below)
+        )
+
         params = mx.array([scale, softcap or 1.0, *[0.0] * 6], dtype=mx.float32)
         tables, starts, lengths = _padded_columns(block_tables), _padded(q_starts), _padded(kv_lens)
         logits = params if sinks is None else _padded(sinks.astype(mx.float32))
         inputs = [q, k_pool, v_pool, k_tail if has_tail else k_pool, v_tail if has_tail else v_pool]
         inputs += [tables, starts, lengths, params]
-        window_size = ("WINDOW", window or 0)
+        types: list[tuple[str, Any]] = [("T", q.dtype), ("KV", k_pool.dtype), ("BITS", shape.bits)]
+        sizes = [("DV", shape.value_dim), ("PAGE", shape.page), ("WINDOW", window or 0)]
+        has_sinks = ("HAS_SINKS", sinks is not None)
         template = [
-            ("T", q.dtype),
-            ("KV", k_pool.dtype),
-            ("BITS", shape.bits),
+            *types,
+            *sizes,
             ("D", shape.dim),
-            ("DV", shape.value_dim),
-            ("PAGE", shape.page),
             ("HEADS", heads),
             ("TOKENS", tokens),
             ("ROW_TILES", row_tiles),
-            window_size,
             ("HAS_SOFTCAP", softcap is not None),
             ("HAS_TAIL", has_tail),
         ]
         output_shape = (num_tokens, shape.heads, shape.value_dim)
-        has_sinks = ("HAS_SINKS", sinks is not None)
-        if not is_decode or num_splits == 1:
-            tiles = num_tokens if tokens == 1 else num_tokens // tokens + num_sequences + 1
+        if not is_split:
             (out,) = self._attend_tile(
                 inputs=[*inputs, logits],
                 template=[*template, has_sinks],
@@ -189,21 +202,19 @@ class AttentionKernels:
                 output_dtypes=[q.dtype],
             )
             return out
-        # Four at least: smaller arrays would come to the second kernel in another address space.
-        num_parts, columns = max(num_splits, 4), shape.num_columns
         parts = self._attend_split(
             inputs=inputs,
             template=template,
-            grid=(THREADS * head_tiles, num_tokens, num_splits),
+            grid=(THREADS * head_tiles, tiles, num_splits),
             threadgroup=(THREADS, 1, 1),
-            output_shapes=[(num_parts, *output_shape[:2], columns), (num_parts, *output_shape[:2], 2)],
+            output_shapes=[(*part_shape, shape.num_columns), (*part_shape, 2)],
             output_dtypes=[mx.float32, mx.float32],
         )
         (out,) = self._merge_splits(
             inputs=[*parts, tables, starts, lengths, logits],
-            template=[*template[:3], ("DV", shape.value_dim), ("PAGE", shape.page), window_size, has_sinks],
-            grid=(columns, shape.heads, num_tokens),
-            threadgroup=(min(columns, MAX_THREADS), 1, 1),
+            template=[*types, *sizes, has_sinks],
+            grid=(shape.num_columns, shape.heads, num_tokens),
+            threadgroup=(min(shape.num_columns, MAX_THREADS), 1, 1),
             output_shapes=[output_shape],
             output_dtypes=[q.dtype],
         )
