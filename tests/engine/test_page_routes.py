@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxserve.config import EngineConfig
+from mlxserve.engine.copied_context import COMPUTED_TOKENS, CopiedContext
 from mlxserve.engine.core import EngineCore
 from mlxserve.engine.model_target import ModelTarget
 from mlxserve.engine.scripted_target import ScriptedTarget
@@ -152,6 +153,22 @@ def test_a_script_reads_back_what_it_wrote(route: str, script: Path, num_pages: 
         for turn in range(2)
     ]
     # The key that picks a reply comes with the request; what driving.greedy makes has none: all are hashed.
+    assert served(make, rounds) == expected(make, rounds)
+
+
+# A long context at once
+
+
+def test_a_copied_context_is_the_same_by_every_route(route: str, llama: Path) -> None:
+    """Whole pages are copied by steps that write nothing and are followed by ones that read them."""
+    length = COMPUTED_TOKENS + 3 * PAGE + 5
+
+    def make() -> EngineCore:
+        target = CopiedContext(ModelTarget(load_model(llama), PAGE), PAGE)
+        return core_of(target, kv_pages=200, max_step_tokens=COMPUTED_TOKENS)
+
+    # One at a time: which parts are copied depends on the chunks.
+    rounds = [[("a", prompt(length), 10)], [("b", prompt(length, 1), 3)], [("c", prompt(length, 2), 10)]]
     assert served(make, rounds) == expected(make, rounds)
 
 
