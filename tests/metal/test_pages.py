@@ -31,6 +31,14 @@ HEADS, Q_HEADS, NUM_PAGES = 2, 4, 5
 
 
 @pytest.fixture
+def host(cache_dir: Path) -> Iterator[Host]:
+    """One that lets kernels write nothing but their outputs."""
+    host = Host(Settings(cache_dir=cache_dir, seeds=(0, 1, 2)))
+    yield host
+    REPORTS.extend(host.reports)
+
+
+@pytest.fixture
 def through(cache_dir: Path) -> Iterator[Host]:
     """A host that lets kernels write through the pools."""
     host = Host(Settings(cache_dir=cache_dir, seeds=(0, 1, 2), writable_inputs=THROUGH))
@@ -278,6 +286,34 @@ def test_single_rows_are_written_once(through: Host) -> None:
         assert report.buffer(name).simd_read == 0
     assert report.buffer("v_pool").coalescing == 1
     assert report.buffer("k_pool").coalescing == 2 / 64
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("dims", "page_size"), [((128, 128), 64), ((256, 128), 32), ((80, 80), 32), ((192, 128), 48)]
+)
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
+@pytest.mark.parametrize("kv_bits", [None, 8, 4])
+def test_all_sizes(
+    host: Host, through: Host, dims: tuple[int, int], page_size: int, dtype: mx.Dtype, kv_bits: int | None
+) -> None:
+    if kv_bits is not None and dims == (80, 80):
+        pytest.skip("quantized heads are multiples of 32")
+    pools = some_pages(3, page_size, dims, dtype, kv_bits)
+    rope = a_rope(dims[0] // 2)
+    rows = some_rows(page_size + 9, dims, dtype, rope)
+    assert rows.positions is not None
+    k = kernels(host).rotate(rows.k, rows.positions, rope)
+    first = page_size - 5
+    slots = ints(*range(first, first + page_size + 9))
+    plain = KvRows(k, rows.v)
+    pieces = [(0, first, 5, 0), (1, 0, page_size, 5), (2, 0, 4, page_size + 5)]
+    q, tails = kernels(host).write_tails(rows, pools, pools, padded_pieces(pieces), kv_bits=kv_bits)
+    expected = written(pools, plain, slots, kv_bits)
+    assert are_equal(tails, expected)
+    other_q, _ = kernels(through).write_pages(rows, pools, slots, order(), kv_bits=kv_bits)
+    assert are_equal(pools, expected)
+    assert q is not None and other_q is not None and mx.array_equal(q, other_q).item()
 
 
 # Tails
