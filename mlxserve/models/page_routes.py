@@ -127,6 +127,10 @@ class ThroughLayerPages(LayerPages):
 
     def __init__(self, spec: LayerSpec, page_size: int) -> None:
         super().__init__(spec, page_size)
+        self.clear()
+
+    def clear(self) -> None:
+        """Wait for nothing."""
         self.order = mx.zeros((TOKEN_SIZE,), dtype=mx.int32)
 
     def copy(self, source_ids: mx.array, target_ids: mx.array) -> None:
@@ -154,9 +158,20 @@ class ThroughModelPages(ModelPages):
 
     layer_class = ThroughLayerPages
 
+    def __init__(self, specs: Iterable[LayerSpec], page_size: int) -> None:
+        super().__init__(specs, page_size)
+        self._are_copies_unread = False
+
+    def resize(self, num_pages: int) -> None:
+        super().resize(num_pages)
+        if num_pages == 0:
+            # A step that failed leaves tokens that never come.
+            for layer in self._written_through:
+                layer.clear()
+
     def begin_step(self, runs: Sequence[Run], previous: mx.array | None) -> None:
         """What this step writes comes behind all that the step in flight reads."""
-        layers = [layer for layer in self if isinstance(layer, ThroughLayerPages)]
+        layers = self._written_through
         # Copies that nothing has read: the result of their step does not wait for them.
         mx.eval([layer.order for layer in layers] if self._are_copies_unread else [])
         self._are_copies_unread = False
@@ -173,4 +188,6 @@ class ThroughModelPages(ModelPages):
         self._are_copies_unread = False
         return metadata
 
-    _are_copies_unread = False
+    @property
+    def _written_through(self) -> list[ThroughLayerPages]:
+        return [layer for layer in self if isinstance(layer, ThroughLayerPages)]
