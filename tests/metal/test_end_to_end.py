@@ -87,14 +87,22 @@ def llama(folder: Path, dtype: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_a_llama_runs_as_metal(host: Host, dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "kv_bits"),
+    [
+        ("float16", None),
+        ("float32", None),
+        pytest.param("float32", 8, marks=pytest.mark.full),
+        pytest.param("float32", 4, marks=pytest.mark.full),
+    ],
+)
+def test_a_llama_runs_as_metal(host: Host, dtype: str, kv_bits: int | None, tmp_path: Path) -> None:
     folder = llama(tmp_path, dtype)
-    exact = serve(folder, REFERENCE)
+    exact = serve(folder, REFERENCE, kv_bits)
     # mlx-lm's own blocks, in the model's dtype as ours.
-    plain = serve(folder, metal_selection(host.metal_kernel, proven=frozenset()))
+    plain = serve(folder, metal_selection(host.metal_kernel, proven=frozenset()), kv_bits)
     assert not host.reports
-    ours = serve(folder, metal_selection(host.metal_kernel))
+    ours = serve(folder, metal_selection(host.metal_kernel), kv_bits)
     assert {report.name for report in host.reports} == KERNELS
     assert ours.tokens == plain.tokens == exact.tokens
     assert [len(tokens) for tokens in ours.tokens] == [NEW_TOKENS, NEW_TOKENS]
