@@ -193,18 +193,36 @@ class Sequences:
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_attention_has_the_bits_of_dequantized_pages(isa: str, bits: int) -> None:
+def test_attention_reads_what_pages_hold(isa: str, bits: int) -> None:
     q_lens = [1, 40, 3, 0, 64]
     for dims, page, group in (((64, 64), 32, 4), ((32, 96), 16, 1), ((128, 32), 48, 3), ((64, 64), 128, 7)):
         cases = Sequences([1, 700, 33, 5, 64], 2, dims, page=page, bits=bits)
         q = mx.random.normal((sum(q_lens), 2 * group, dims[0]))
         for options in ({}, {"window": 37, "softcap": 30.0, "sinks": mx.zeros((2 * group,))}):
             got = cases.attend(cases.pools(), q_lens, q, kv_bits=bits, **options)
-            np.testing.assert_array_equal(got, cases.attend(cases.float_pools(), q_lens, q, **options))
             assert np.isfinite(got).all()
-            twin = cases.attend(cases.pools(), q_lens, q, kv_bits=bits, implementation=reference, **options)
-            scale = np.abs(twin).max()
-            np.testing.assert_allclose(got, twin, rtol=1e-4, atol=1e-5 * scale)
+            for want in (
+                cases.attend(cases.float_pools(), q_lens, q, **options),
+                cases.attend(cases.pools(), q_lens, q, kv_bits=bits, implementation=reference, **options),
+            ):
+                np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_a_row_has_its_bits_in_any_tile_and_page(isa: str, bits: int) -> None:
+    length, kv_heads, group = 300, 2, 3
+    for dims, pages in (((64, 96), (16, 32, 48, 128)), ((32, 64), (32, 80))):
+        q = mx.random.normal((100, kv_heads * group, dims[0]))
+        bits_of: dict[int, np.ndarray] = {}
+        for page in pages:
+            cases = Sequences([length], kv_heads, dims, page=page, bits=bits)
+            for options in ({}, {"window": 70}):
+                whole = cases.attend(cases.pools(), [100], q, kv_bits=bits, **options)
+                for rows in (1, 2, 7):
+                    part = cases.attend(cases.pools(), [rows], q[-rows:], kv_bits=bits, **options)
+                    np.testing.assert_array_equal(part, whole[-rows:])
+                first = bits_of.setdefault(len(options), whole)
+                np.testing.assert_array_equal(whole, first)
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -212,7 +230,7 @@ def test_long_contexts_in_splits(bits: int) -> None:
     cases = Sequences([3000], 1, (64, 64), page=32, bits=bits)
     q = mx.random.normal((2, 5, 64))
     got = cases.attend(cases.pools(), [2], q, kv_bits=bits)
-    np.testing.assert_array_equal(got, cases.attend(cases.float_pools(), [2], q))
+    np.testing.assert_allclose(got, cases.attend(cases.float_pools(), [2], q), rtol=1e-4, atol=1e-5)
     batch = Sequences([3000, 200], 1, (64, 64), page=64, bits=bits)
     batch.rows = [np.concatenate([a, b[3000:]]) for a, b in zip(cases.rows, batch.rows, strict=True)]
     both = batch.attend(batch.pools(), [2, 3], mx.concatenate([q, mx.ones((3, 5, 64))]), kv_bits=bits)

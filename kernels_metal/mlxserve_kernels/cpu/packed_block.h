@@ -28,7 +28,7 @@ class Asking {
   INLINE_MEMBER explicit Asking(const Ahead& ahead) : ahead_(ahead) { turn(); }
   INLINE_MEMBER void next() {
     if (left_ == 0) return;
-    __builtin_prefetch(now_, 0, 3);
+    __builtin_prefetch(now_, 0, 2);
     now_ += 64;
     if (--left_ == 0) turn();
   }

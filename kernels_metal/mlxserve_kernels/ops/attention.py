@@ -39,8 +39,8 @@ def paged_attention(
 
     A score is ``(q * scale) . k``, with ``softcap`` then ``softcap * tanh(score / softcap)``; ``sinks`` [H]
     adds one logit a head to the softmax's denominator. Softmax in float32, online over blocks of keys at
-    fixed positions. Quantized pools (``kv_bits``, see ``write_pages``) are read as the float32 values that
-    they hold, with the same bits as pools of these.
+    fixed positions. Quantized pools (``kv_bits``, see ``write_pages``) stand for the float32 values that they
+    hold; the extension multiplies by the integers, and by their scales once a group.
 
     Where steps are in flight without the extension, which takes neither: ``tails`` (``write_tails``) are
     named by entries of block_tables below 0, ``-1 - r`` for tail r; behind the token ``order`` the pools hold
