@@ -31,13 +31,15 @@ _TOLERANCE = {mx.float16: 2e-3, mx.bfloat16: 1.6e-2}
 @dataclass(frozen=True, slots=True)
 class Case:
     """``tolerance``: the largest difference from ``expected``, which mlx's own ops compute in float32,
-    relative to the largest value. ``run`` is also what mlx's own ops are timed with."""
+    relative to the largest value. ``run`` is also what mlx's own ops are timed with. ``is_of_metal``: a call
+    that the extension has not."""
 
     label: str
     run: Run
     expected: Run
     tolerance: float
     is_timed: bool = True
+    is_of_metal: bool = False
 
 
 def cases_of(name: str, *, is_small: bool) -> Iterator[Case]:
@@ -268,7 +270,8 @@ def _attention_cases(is_small: bool) -> Iterator[Case]:
             mx.eval(table, starts, kv_lens)
             inputs = (q, pools.keys, pools.values, table, starts, kv_lens)
             scale = shape.dim**-0.5
-            yield _case(label, dtype, ops.paged_attention, *inputs, scale=scale, **options)
+            case = _case(label, dtype, ops.paged_attention, *inputs, scale=scale, **options)
+            yield replace(case, is_of_metal="tails" in options)
     table, starts, kv_lens = (
         mx.array(values, dtype=mx.int32) for values in ([list(range(pages))], [0, 1], [context])
     )
@@ -350,3 +353,9 @@ _CASES: dict[str, Callable[[bool], Iterator[Case]]] = {
 
 KERNELS = tuple(_CASES)
 """Names as ``dispatch.metal`` has them."""
+
+CPU_KERNELS = (
+    *("add_rms_norm", "quantized_matmul", "gate_up", "many_rows", "gather_matmul", "gated_experts"),
+    *("lora_delta", "paged_attention", "write_pages", "copy_pages"),
+)
+"""Those whose calls run kernels of the extension."""

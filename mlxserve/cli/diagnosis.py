@@ -19,7 +19,7 @@ from mlxserve.errors import UsageError
 from mlxserve.models import kernel_choice
 from mlxserve_kernels import dispatch, ops
 from mlxserve_kernels.self_test import Verdict, compare, run_self_test
-from mlxserve_kernels.self_test_cases import KERNELS, cases_of
+from mlxserve_kernels.self_test_cases import CPU_KERNELS, cases_of
 
 
 def diagnose(*, is_again: bool, on_host: bool) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def _check(name: str, *, is_again: bool) -> Sequence[Verdict]:
         return found or ()
     if name == "cpu":
         chosen = dispatch.selection()
-        return [compare(kernel, cases_of(kernel, is_small=True), chosen) for kernel in KERNELS]
+        return [compare(kernel, cases_of(kernel, is_small=True), chosen) for kernel in CPU_KERNELS]
     return ()
 
 

@@ -15,7 +15,7 @@ from mlxserve.cli import build_app, diagnosis
 from mlxserve.models import kernel_choice
 from mlxserve_kernels import dispatch, ops
 from mlxserve_kernels.self_test import Verdict
-from mlxserve_kernels.self_test_cases import KERNELS
+from mlxserve_kernels.self_test_cases import CPU_KERNELS, KERNELS
 from tests.cli.conftest import Result
 
 Run = Callable[..., Result]
@@ -34,7 +34,7 @@ def test_linux_says_what_runs(run: Run) -> None:
     assert (result.code, result.err) == (0, "")
     assert "cpu-portable (this CPU has portable" in result.out
     assert ", 1 threads, products exact\n" in result.out
-    assert all(f" {name} " in result.out for name in KERNELS)
+    assert all(f" {name} " in result.out for name in CPU_KERNELS)
     assert result.out.endswith("Metal kernels run on Macs only; --metal-host checks them on this CPU.\n")
 
 
