@@ -1,7 +1,9 @@
 """The only reader of environment variables, and the defaults that several modules share.
 
 MLXSERVE_HOME       folder of imported models and caches (default: mlxserve in $XDG_CACHE_HOME or ~/.cache)
-MLXSERVE_KERNELS    reference | cpu: which implementation of the kernels runs (read by mlxserve_kernels)
+MLXSERVE_KERNELS    reference | cpu | metal | metal-host: which kernels run (read by mlxserve_kernels)
+MLXSERVE_DECODER    fused | ops | blocks: how decoder layers run (read by mlxserve_kernels)
+MLXSERVE_PAGE_ROUTE tail | through | drained: how KV pages are written on Metal (read by mlxserve_kernels)
 MLXSERVE_THREADS    number of CPU kernel threads (read by mlxserve_kernels)
 MLXSERVE_CPU_ISA    portable | avx2 | avx512: instruction set of the CPU kernels (read by mlxserve_kernels)
 MLXSERVE_CPU_MATMUL exact | int16 | int8: what activations are rounded to (read by mlxserve_kernels)

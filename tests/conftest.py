@@ -7,6 +7,12 @@ import pytest
 from mlxserve.hub import BUILTIN_MODELS
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--kernel-report", action="store_true", help="end with a table of the Metal kernels that were run"
+    )
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if BUILTIN_MODELS["smollm2"].is_pulled:
         return

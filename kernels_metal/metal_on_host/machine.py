@@ -289,7 +289,8 @@ class _Run:
         if argument.is_initialised:
             ctypes.memmove(address, argument.data.ctypes.data, argument.data.nbytes)
         else:
-            ctypes.memset(address, 0xA5, argument.data.nbytes)
+            # NaN in every float: what a kernel may leave unwritten, the next one shall not read unseen.
+            ctypes.memset(address, 0xFF, argument.data.nbytes)
         return int(address)
 
     def _check_written(self, slot: int, argument: Argument) -> None:

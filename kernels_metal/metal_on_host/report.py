@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -89,24 +89,36 @@ class Report:
         return "\n".join(lines)
 
 
-def summary(reports: Iterable[Report]) -> str:
-    """A line a kernel: launches, instances, grids, schedules, and the worst figures of its larger buffers.
+def summary(reports: Iterable[Report], streamed: Collection[str] = ()) -> str:
+    """A line a kernel: launches, instances, shapes, schedules, and what all launches together have cost.
 
-    The read ratio and the coalescing are those of buffers of at least 1 KiB: smaller ones say little.
+    A ratio is bytes read by simdgroups over distinct bytes, a coalescing bytes used over bytes of the lines
+    touched. The buffers named in ``streamed``, that are to be read once, are apart from the others.
     """
     by_name: dict[str, list[Report]] = {}
     for report in reports:
         by_name.setdefault(report.name, []).append(report)
     lines = [
-        f"{'kernel':<28}{'launches':>9}{'instances':>10}{'grids':>7}{'schedules':>10}"
-        f"{'read ratio':>12}{'coalesced':>11}"
+        f"{'kernel':<28}{'launches':>9}{'instances':>10}{'shapes':>7}{'schedules':>10}"
+        f"{'once ratio':>12}{'coalesced':>11}{'others':>9}{'coalesced':>11}"
     ]
     for name, runs in sorted(by_name.items()):
-        large = [b for r in runs for b in r.buffers if b.bytes >= 1024 and b.accesses]
-        ratio = max((b.read_ratio for b in large), default=1.0)
-        coalescing = min((b.coalescing for b in large), default=1.0)
+        buffers = [b for r in runs for b in r.buffers if b.accesses]
+        once = [b for b in buffers if b.name in streamed]
+        others = [b for b in buffers if b.name not in streamed]
+        shapes = {(r.kernel, r.grid, tuple(b.bytes for b in r.buffers)) for r in runs}
         lines.append(
-            f"{name:<28}{len(runs):>9}{len({r.kernel for r in runs}):>10}{len({r.grid for r in runs}):>7}"
-            f"{max(r.schedules for r in runs):>10}{ratio:>12.3f}{coalescing:>11.1%}"
+            f"{name:<28}{len(runs):>9}{len({r.kernel for r in runs}):>10}{len(shapes):>7}"
+            f"{max(r.schedules for r in runs):>10}{_together(once, 12)}{_together(others, 9)}"
         )
     return "\n".join(lines)
+
+
+def _together(costs: Sequence[BufferCost], width: int) -> str:
+    """Ratio and coalescing of all buffers as one."""
+    if not costs:
+        return f"{'-':>{width}}{'-':>11}"
+    distinct = sum(b.unique_read for b in costs)
+    ratio = sum(b.simd_read for b in costs) / distinct if distinct else 1.0
+    used = sum(b.simd_read + b.simd_written for b in costs)
+    return f"{ratio:>{width}.3f}{used / sum(b.line_bytes for b in costs):>11.1%}"

@@ -25,7 +25,19 @@ _VECTORS = frozenset(f"{base}{n}" for base in (*_SCALARS, "half") for n in (2, 3
 _SHIM = "metal_on_host/shim/"
 _SPACES = r"\b(__global|__local|__private|__constant|constant)\b"
 _NOT_FUNCTIONS = frozenset(
-    ("if", "for", "while", "switch", "sizeof", "decltype", "alignof", "alignas", "return", "static_assert")
+    (
+        "if",
+        "constexpr",
+        "for",
+        "while",
+        "switch",
+        "sizeof",
+        "decltype",
+        "alignof",
+        "alignas",
+        "return",
+        "static_assert",
+    )
 )
 _NOT_TYPES = frozenset(("return", "typedef", "using", "auto", "case", "goto", "delete", "else"))
 _METHOD_WORDS = frozenset(("const", "__private", "__global", "__local", "constant", "__constant"))

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
-from mlxserve_kernels.decoder import DecoderStack
+from mlxserve_kernels.stacks import Stack
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +39,12 @@ class StackAdapters:
     experts, or of other shapes or dtypes.
     """
 
-    def __init__(self, stack: DecoderStack, adapters: Sequence[Adapter]) -> None:
+    def __init__(self, stack: Stack, adapters: Sequence[Adapter]) -> None:
         for slot, adapter in enumerate(adapters):
             if len(adapter) != stack.num_layers:
                 raise ValueError(f"adapter {slot} has {len(adapter)} layers, the stack {stack.num_layers}")
         self.num_slots = len(adapters)
-        self.native = stack.native_adapters(
+        self.native: Any = stack.native_adapters(
             len(adapters),
             [
                 (slot, index, name, change.a, change.b, change.scale)

@@ -19,7 +19,7 @@ are those that the single operations of ``ops`` give. Angles are the float32 pro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import mlx.core as mx
@@ -53,6 +53,13 @@ class Projection:
         """Rows of the whole weight."""
         rows = int(self.w.shape[0])
         return rows if self.scale_dtype is None else rows * TILE_ROWS
+
+    @property
+    def num_inputs(self) -> int:
+        if self.scale_dtype is not None:
+            return int(self.w.shape[1]) * self.group_size
+        width = int(self.w.shape[1])
+        return width if self.scales is None else width * 32 // self.bits
 
     @property
     def num_outputs(self) -> int:
@@ -90,6 +97,11 @@ class Rope:
     position_scale: float = 1.0
     input_scale: float = 1.0
     is_interleaved: bool = False
+    wavelengths: mx.array = field(init=False)
+    """The inverses, as mx.fast.rope wants them."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "wavelengths", 1.0 / self.inverse_frequencies.astype(mx.float32))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,16 +169,9 @@ class DecoderLayer:
         return {name: part for name, part in parts.items() if part is not None}
 
 
-def can_stack(layer: DecoderLayer) -> bool:
-    """Whether ``DecoderStack`` runs here and reads all formats of this layer."""
-    are_experts_read = layer.experts is None or layer.experts.is_supported
-    are_projections_read = all(part.is_supported for part in layer.projections.values())
-    return extension() is not None and are_experts_read and are_projections_read
-
-
 class DecoderStack:
-    """Consecutive layers in the extension, which must be there (see ``can_stack``). Evaluates the arrays of
-    the layers, and shares their memory: they must not change.
+    """Consecutive layers in the extension, which must be there (see ``stacks.can_stack``). Evaluates the
+    arrays of the layers, and shares their memory: they must not change.
 
     Raises ValueError where the parts of a layer do not fit together.
     """

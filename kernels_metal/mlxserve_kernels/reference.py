@@ -12,7 +12,9 @@ import mlx.nn as nn
 import numpy as np
 
 from mlxserve_kernels import quantized_pages
+from mlxserve_kernels.decoder import Rope
 from mlxserve_kernels.experts import Activation, ExpertWeights
+from mlxserve_kernels.page_rows import NO_SOURCE, KvPages, KvRows
 
 
 def quantized_matmul(
@@ -228,6 +230,64 @@ def write_pages(
     return k_pool, v_pool
 
 
+def rotate(x: mx.array, positions: mx.array, rope: Rope) -> mx.array:
+    """Heads [T, H, D], each turned by the position of its row."""
+    turned = 2 * int(rope.inverse_frequencies.size)
+    if rope.input_scale != 1.0:
+        x = mx.concatenate([x[..., :turned] * rope.input_scale, x[..., turned:]], axis=-1)
+    y: mx.array = mx.fast.rope(
+        x[:, :, None],
+        turned,
+        traditional=rope.is_interleaved,
+        base=None,
+        scale=rope.position_scale,
+        offset=positions,
+        freqs=rope.wavelengths,
+    )
+    return y.squeeze(2)
+
+
+def write_tails(
+    rows: KvRows, pools: KvPages, tails: KvPages, pieces: mx.array, *, kv_bits: int | None = None
+) -> tuple[mx.array | None, KvPages]:
+    """``pieces`` are read here: they must be numbers that are known already."""
+    q, k = rows.q, rows.k
+    if rows.rope is not None:
+        assert q is not None
+        assert rows.positions is not None
+        q, k = (rotate(x, rows.positions, rows.rope) for x in (q, k))
+    known = np.asarray(pieces)[:, :4].tolist()
+    page_size = (
+        pools.keys.shape[3]
+        if kv_bits is None
+        else quantized_pages.page_size_of(pools.keys, k.shape[2], kv_bits)
+    )
+    slots = [i * page_size + piece[1] + j for i, piece in enumerate(known) for j in range(piece[2])]
+    taken = [piece[3] + j for piece in known for j in range(piece[2])]
+    sources = mx.array([piece[0] for piece in known], dtype=mx.int32)
+    keys, values = (
+        mx.where(
+            (sources == NO_SOURCE).reshape(-1, *[1] * (pool.ndim - 1)),
+            mx.array(0, dtype=pool.dtype),
+            pages_at(pool, old, mx.where(sources == NO_SOURCE, 0, sources)),
+        )
+        for pool, old in ((pools.keys, tails.keys), (pools.values, tails.values))
+    )
+    if taken:
+        ids, to = mx.array(taken, dtype=mx.int32), mx.array(slots, dtype=mx.int32)
+        keys, values = write_pages(keys, values, k[ids], rows.v[ids], to, kv_bits=kv_bits)
+    return q, KvPages(keys, values)
+
+
+def pages_at(pool: mx.array, tails: mx.array | None, entries: mx.array) -> mx.array:
+    """The pages that entries of a block table name: of the pool, or, below 0, of the tails."""
+    if tails is None:
+        return pool[entries]
+    is_tail = (entries < 0).reshape(*entries.shape, *[1] * (pool.ndim - 1))
+    in_tails = tails[mx.clip(-1 - entries, 0, tails.shape[0] - 1)]
+    return mx.where(is_tail, in_tails, pool[mx.maximum(entries, 0)])
+
+
 def copy_pages(
     k_pool: mx.array, v_pool: mx.array, source_ids: mx.array, target_ids: mx.array
 ) -> tuple[mx.array, mx.array]:
@@ -249,9 +309,17 @@ def paged_attention(
     softcap: float | None = None,
     sinks: mx.array | None = None,
     kv_bits: int | None = None,
+    tails: KvPages | None = None,
+    order: mx.array | None = None,
 ) -> mx.array:
+    if order is not None:
+        # mlx's own ops have no place for a token: what it stands for must be done.
+        mx.eval(order)
+    k_tails, v_tails = (None, None) if tails is None else (tails.keys, tails.values)
     if kv_bits is not None:
         k_pool, v_pool = _dequantized(k_pool, v_pool, q.shape[2], kv_bits)
+        if k_tails is not None and v_tails is not None:
+            k_tails, v_tails = _dequantized(k_tails, v_tails, q.shape[2], kv_bits)
     starts, lengths = _ints(q_starts), _ints(kv_lens)
     outputs = []
     for index, kv_len in enumerate(lengths):
@@ -260,8 +328,8 @@ def paged_attention(
             continue
         num_pages = -(-kv_len // k_pool.shape[3])
         pages = block_tables[index, :num_pages]
-        keys = _gather(k_pool[pages].swapaxes(2, 3), kv_len).astype(q.dtype)
-        values = _gather(v_pool[pages], kv_len).astype(q.dtype)
+        keys = _gather(pages_at(k_pool, k_tails, pages).swapaxes(2, 3), kv_len).astype(q.dtype)
+        values = _gather(pages_at(v_pool, v_tails, pages), kv_len).astype(q.dtype)
         outputs.append(_attend(rows, keys, values, scale, window, softcap, sinks))
     outputs.append(mx.zeros((q.shape[0] - starts[-1], q.shape[1], v_pool.shape[3]), dtype=q.dtype))
     return mx.concatenate(outputs)

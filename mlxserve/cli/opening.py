@@ -47,7 +47,7 @@ def load_model(
 def _check_kernels() -> None:
     """The kernels read their own variables, below our exception tree; ask before a thread does."""
     try:
-        dispatch.extension()
+        dispatch.decoder_kind()
     except ValueError as error:
         raise UsageError(str(error)) from error
 

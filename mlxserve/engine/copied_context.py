@@ -29,6 +29,9 @@ class CopiedContext:
     def resize(self, num_pages: int) -> None:
         self._inner.resize(num_pages)
 
+    def begin_step(self, batch: ScheduledBatch, previous: mx.array | None) -> None:
+        self._inner.begin_step(batch, previous)
+
     def copy_pages(self, copies: tuple[tuple[int, int], ...]) -> None:
         self._inner.copy_pages(copies)
 

@@ -11,7 +11,7 @@ from mlxserve.engine.sequence import Sequence
 from mlxserve.engine.target import StepInputs
 from mlxserve.errors import UsageError
 from mlxserve.models.loader import LoadedModel
-from mlxserve.models.paged import ModelPages
+from mlxserve.models.page_routes import make_pages
 from mlxserve.types import GenerationRequest
 
 
@@ -28,17 +28,21 @@ class ModelTarget:
         specs = [replace(spec, kv_bits=kv_bits) for spec in model.layers]
         try:
             self.page_bytes = sum(spec.page_bytes(page_size) for spec in specs)
-            self._pages = ModelPages(specs, page_size)
+            self._pages = make_pages(specs, page_size)
         except ValueError as error:
             raise UsageError(f"kv_bits {kv_bits} does not fit this model: {error}") from error
 
     def resize(self, num_pages: int) -> None:
         self._pages.resize(num_pages)
 
+    def begin_step(self, batch: ScheduledBatch, previous: mx.array | None) -> None:
+        self._pages.begin_step(batch.rows, previous)
+
     def copy_pages(self, copies: tuple[tuple[int, int], ...]) -> None:
         self._pages.copy(copies)
 
     def forward(self, batch: ScheduledBatch, inputs: StepInputs) -> mx.array:
+        inputs = self._pages.placed(batch.rows, inputs)
         # A chunk that samples nothing still sends one row to the end, to tell when it is done.
         if batch.num_sampled:
             return self._model.logits(inputs.token_ids, self._pages, inputs, inputs.sampled_rows)

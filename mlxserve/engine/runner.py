@@ -29,6 +29,7 @@ class Runner:
                 mx.eval(previous)
             self._target.resize(batch.num_pool_pages)
             self._num_pages = batch.num_pool_pages
+        self._target.begin_step(batch, previous)
         for copies in independent_groups(batch.page_copies):
             self._target.copy_pages(copies)
         result = self._target.forward(batch, self._arrays.build(batch, previous))

@@ -15,10 +15,11 @@ import numpy.typing as npt
 from mlxserve.engine.scheduler import ScheduledBatch, ScheduledSequence
 from mlxserve.engine.sequence import Sequence
 from mlxserve.engine.target import StepInputs
+from mlxserve.models.page_routes import make_pages
+from mlxserve.models.paged import LayerSpec
 from mlxserve.text.scripted import ScriptedReply, ScriptedSpec
 from mlxserve.text.scripted_tokenizer import EOS_ID
 from mlxserve.types import GenerationRequest
-from mlxserve_kernels import ops
 
 PLAYED_LOGIT = np.float32(30.0)
 """Logit of the scripted token; all others have 0."""
@@ -37,25 +38,24 @@ class ScriptedTarget:
     def __init__(self, spec: ScriptedSpec, page_size: int) -> None:
         self._spec = spec
         self.vocab_size = spec.tokenizer.vocab_size
-        self.page_bytes = 2 * page_size * mx.float32.size
-        self._keys = mx.zeros((0, 1, 1, page_size))
-        self._values = mx.zeros((0, 1, page_size, 1))
+        layer = LayerSpec(1, 1, 1, mx.float32, None)
+        self.page_bytes = layer.page_bytes(page_size)
+        self._pages = make_pages([layer], page_size)
 
     def resize(self, num_pages: int) -> None:
-        self._keys = ops.resize_rows(self._keys, num_pages)
-        self._values = ops.resize_rows(self._values, num_pages)
+        self._pages.resize(num_pages)
+
+    def begin_step(self, batch: ScheduledBatch, previous: mx.array | None) -> None:
+        self._pages.begin_step(batch.rows, previous)
 
     def copy_pages(self, copies: tuple[tuple[int, int], ...]) -> None:
-        sources, targets = (mx.array(ids, dtype=mx.int32) for ids in zip(*copies, strict=True))
-        self._keys, self._values = ops.copy_pages(self._keys, self._values, sources, targets)
+        self._pages.copy(copies)
 
     def forward(self, batch: ScheduledBatch, inputs: StepInputs) -> mx.array:
         stored = inputs.token_ids.astype(mx.float32)[:, None, None]
-        self._keys, self._values = ops.write_pages(
-            self._keys, self._values, stored, stored, inputs.slot_mapping
-        )
+        self._pages[0].write(stored, stored, self._pages.placed(batch.rows, inputs))
         if not batch.num_sampled:
-            return self._keys[0, 0, 0]
+            return self._pages[0].written()
         return mx.array(np.stack([row for run in batch.rows for row in self._logits(run)]))
 
     def propose(self, sequence: Sequence, limit: int) -> tuple[int, ...]:
@@ -106,5 +106,5 @@ class ScriptedTarget:
 
     def _stored_ids(self, run: ScheduledSequence, length: int) -> npt.NDArray[np.int32]:
         """Ids of the first ``length`` tokens, read from the pages."""
-        pages = self._keys[mx.array(run.pages)]
+        pages = self._pages[0].keys_of(self._pages.entries(run.pages))
         return np.array(pages).reshape(-1)[:length].astype(np.int32)

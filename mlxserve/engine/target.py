@@ -36,6 +36,9 @@ class Target(Protocol):
     def resize(self, num_pages: int) -> None:
         """Make the page tensors hold ``num_pages``, keeping what they hold. No step is in flight."""
 
+    def begin_step(self, batch: ScheduledBatch, previous: mx.array | None) -> None:
+        """Before anything of a step: ``previous`` is the result of the step in flight, None without one."""
+
     def copy_pages(self, copies: tuple[tuple[int, int], ...]) -> None:
         """Copy pages (source, target) on all layers (lazily); no target is a source or another target."""
 

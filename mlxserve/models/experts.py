@@ -1,8 +1,8 @@
 """mlx-lm's layers with experts on our kernels. As the standard layers do (``layers``), they change their
 class in place and keep weights, names and attributes.
 
-What the kernels do not read (other formats, other activations) takes mlx-lm's own path, and without the
-extension nothing changes.
+What the kernels do not read (other formats, other activations) takes mlx-lm's own path; where neither the
+extension nor a stack op by op runs, nothing changes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxserve_kernels import ops
-from mlxserve_kernels.dispatch import extension
+from mlxserve_kernels.dispatch import decoder_kind, extension
 from mlxserve_kernels.experts import Activation, ExpertWeights
 
 _ACTIVATIONS: dict[str, Activation] = {"switch_layers.SwiGLU": "silu", "gemma4_text.GeGLU": "gelu_tanh"}
@@ -44,7 +44,7 @@ over the chosen logits, which is the normalised one over all."""
 def use_expert_kernels(module: nn.Module) -> None:
     """Put a layer with experts on our kernels; every other module stays as it is."""
     call = _CALLS.get(mlx_lm_name(type(module)))
-    if call is not None and extension() is not None:
+    if call is not None and (extension() is not None or decoder_kind() == "ops"):
         module.__class__ = _kernel_class(type(module), call)
 
 

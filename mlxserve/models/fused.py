@@ -9,7 +9,8 @@ Caches of other kinds than ours always take mlx-lm's own path.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from math import log
 from typing import Any, Literal
 
@@ -17,9 +18,13 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxserve.models.experts import gated_experts, router
+from mlxserve.models.joined import join_layers
 from mlxserve.models.layers import KernelLinear, KernelQuantizedLinear, KernelRMSNorm, TiledLinear
 from mlxserve.models.paged import LayerSpec, ModelPages, PagedLayerCache, PagedMetadata
-from mlxserve_kernels.decoder import DecoderLayer, DecoderStack, Experts, Norm, Projection, Rope, can_stack
+from mlxserve_kernels.decoder import DecoderLayer, Experts, Norm, Projection, Rope
+from mlxserve_kernels.dispatch import decoder_kind
+from mlxserve_kernels.op_stack import OpStack
+from mlxserve_kernels.stacks import Stack, can_stack, make_stack
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +87,7 @@ class FusedPart:
     runs, by the paths of the block's layers; one layer may be several."""
 
     index: int
-    stack: DecoderStack | None
+    stack: Stack | None
     experts: str | None
     norm: str | None
     projections: Mapping[str, tuple[tuple[str, int], ...]]
@@ -118,7 +123,7 @@ def fuse_blocks(model: nn.Module, specs: Sequence[LayerSpec]) -> int:
     return sum(layer is not None for layer in layers)
 
 
-def whole_stack(model: nn.Module) -> DecoderStack | None:
+def whole_stack(model: nn.Module) -> Stack | None:
     """The stack that runs all blocks, if there is one that leaves nothing for mlx-lm to do."""
     parts: list[FusedPart | None] = [getattr(block, "fused_part", None) for block in model.layers]
     stack = parts[0].stack if parts and parts[0] is not None else None
@@ -156,7 +161,7 @@ def _end_of_stack(layers: Sequence[DecoderLayer | None], index: int) -> int:
 
 
 def _fuse(blocks: Sequence[nn.Module], layers: Sequence[DecoderLayer | None], first: int) -> None:
-    stack = DecoderStack([layer for layer in layers if layer is not None])
+    stack = make_stack([layer for layer in layers if layer is not None])
     for offset, (block, layer) in enumerate(zip(blocks, layers, strict=True)):
         family = _FAMILIES[_name(block)]
         has_experts = layer is not None and layer.gate is None and layer.experts is None
@@ -209,12 +214,15 @@ def _fused_class(original: type[nn.Module]) -> type[nn.Module]:
     return type(original.__name__, (original,), {"__call__": call, "unfused_class": original})
 
 
-def run_stack(
-    stack: DecoderStack, x: mx.array, pages: ModelPages, first: int, metadata: PagedMetadata
-) -> mx.array:
+def run_stack(stack: Stack, x: mx.array, pages: ModelPages, first: int, metadata: PagedMetadata) -> mx.array:
     """The hidden state behind a stack that begins with layer ``first``."""
     layer, rows = pages[first], metadata.adapters
     adapters = None if rows is None else rows.adapters.get(first)
+    slots = None if rows is None or adapters is None else rows.slots
+    if isinstance(stack, OpStack):
+        keys = [PagedLayerCache(pages, first + index, metadata) for index in range(stack.num_layers)]
+        native = None if adapters is None else adapters.native
+        return stack(x, keys, adapters=native, adapter_slots=slots)
     hidden, layer.keys = stack(
         pages.held(first, stack),
         x,
@@ -225,7 +233,7 @@ def run_stack(
         metadata.kv_lens,
         layer.keys,
         adapters=adapters,
-        adapter_slots=None if rows is None or adapters is None else rows.slots,
+        adapter_slots=slots,
     )
     return hidden
 
@@ -264,7 +272,7 @@ def _attention(attention: nn.Module, spec: LayerSpec) -> dict[str, Any]:
         ends = [heads * dim, (heads + kv_heads) * dim, (heads + kv_heads) * dim + kv_heads * value_dim]
         q, k, v = _split(attention.qkv_proj, ends)
     else:
-        q, k, v = (_projection(attention[name]) for name in ("q_proj", "k_proj", "v_proj"))
+        q, k, v = _separate([attention[name] for name in ("q_proj", "k_proj", "v_proj")])
     return {
         "heads": heads,
         "kv_heads": kv_heads,
@@ -351,6 +359,23 @@ def _projection(layer: nn.Module, begin: int = 0, end: int | None = None) -> Pro
 def _split(layer: nn.Module, ends: Sequence[int]) -> list[Projection]:
     """Consecutive outputs of one layer."""
     return [_projection(layer, begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def _separate(layers: Sequence[nn.Module]) -> list[Projection]:
+    """Layers that read the same rows: op by op, as ranges of one weight where their formats allow it."""
+    parts = [_projection(layer) for layer in layers]
+    joined = join_layers(layers) if decoder_kind() == "ops" else None
+    if joined is None:
+        return parts
+    whole = replace(
+        parts[0],
+        w=joined["weight"],
+        scales=joined.get("scales"),
+        biases=joined.get("biases"),
+        bias=joined.get("bias"),
+    )
+    ends = list(accumulate(part.num_outputs for part in parts))
+    return [replace(whole, begin=a, end=b) for a, b in zip([0, *ends], ends, strict=False)]
 
 
 def _norm(module: nn.Module, name: str | None) -> Norm | None:

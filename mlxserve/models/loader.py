@@ -18,6 +18,7 @@ from mlx.utils import tree_flatten
 
 from mlxserve.errors import MlxserveError, ModelLoadError, UnsupportedModelError
 from mlxserve.json_file import read_json_object
+from mlxserve.models import kernel_choice
 from mlxserve.models.architectures import config_fields
 from mlxserve.models.experts import is_quantized_switch_linear, is_switch_linear
 from mlxserve.models.fused import fuse_blocks, unfuse_blocks
@@ -41,13 +42,17 @@ from mlxserve.models.rope_config import settle_rope
 from mlxserve.models.safetensors_file import read_tensors
 from mlxserve.models.stacked import StackedModel, stacked_model
 from mlxserve_kernels import ops
-from mlxserve_kernels.dispatch import exact_products, reads_quantized
+from mlxserve_kernels.dispatch import exact_products, reads_quantized, selection, use, using
 
 logger = logging.getLogger(__name__)
 
-_PROBE_IDS = (3, 1, 4, 1, 5, 2)
+_PROBE_IDS = (3, 1, 4, 1, 5, 2, 6, 5, 3, 5)
 """Ids that every vocabulary has; several different ones, so that a lost position shows."""
-_PROBE_CHUNKS = (4, 1, 1)
+_PROBE_CHUNKS = (5, 1, 3, 1)
+_PROBE_PAGE = 8
+"""The smallest page that all kernels read."""
+_PROBE_COLUMNS = 40
+"""Of block tables: so wide that Metal's attention takes the way of long contexts."""
 _TOLERANCE = {mx.float32: 2e-3, mx.float16: 5e-2, mx.bfloat16: 2e-1}
 """Largest difference of logits, relative to their largest, between our path and mlx-lm's own."""
 
@@ -113,17 +118,40 @@ def load_model(folder: Path, *, fuse: bool = True) -> LoadedModel:
     """
     config = read_config(folder)
     read_tensors(folder)
+    kernel_choice.settle()
+    try:
+        return _load(folder, config, fuse=fuse)
+    except UnsupportedModelError as error:
+        return _load_without_metal(folder, config, fuse=fuse, error=error)
+
+
+def _load(folder: Path, config: dict[str, Any], *, fuse: bool) -> LoadedModel:
     module = _build(folder, config)
     dtype = _activation_dtype(module)
     use_kernels(module, dtype)
     _evaluate_by_layer(module, dtype)
     try:
         with exact_products():
-            loaded = _checked(module, config, fuse=fuse)
+            return _checked(module, config, fuse=fuse)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(
             f"model_type {config['model_type']!r} is not served yet: {error}"
         ) from None
+
+
+def _load_without_metal(
+    folder: Path, config: dict[str, Any], *, fuse: bool, error: UnsupportedModelError
+) -> LoadedModel:
+    """The model without our Metal kernels, if it is these that it does not run with. The process then goes
+    on without them."""
+    chosen = selection()
+    if chosen.name != "metal" or not chosen.proven:
+        raise error
+    without = replace(chosen, proven=frozenset())
+    with using(without):
+        loaded = _load(folder, config, fuse=fuse)
+    logger.warning("The Metal kernels are not used, MLX's own operations are: %s", error)
+    use(without)
     return loaded
 
 
@@ -176,8 +204,8 @@ def _first_line(error: Exception) -> str:
 
 
 def _activation_dtype(module: nn.Module) -> mx.Dtype:
-    """float32 on the CPU backend, where narrower floats are emulated; on Metal the model's own."""
-    if mx.default_device().type == mx.DeviceType.cpu:
+    """float32 on the CPU backend, where narrower floats are emulated; with Metal the model's own."""
+    if mx.default_device().type == mx.DeviceType.cpu and selection().metal is None:
         return mx.float32
     for name, array in tree_flatten(module.parameters()):
         if name.endswith("norm.weight") and mx.issubdtype(array.dtype, mx.floating):
@@ -279,14 +307,13 @@ def _probe_plain(module: nn.Module, windows: list[int | None]) -> tuple[tuple[La
 
 def _check_paged(model: LoadedModel, expected: mx.array) -> None:
     """The paged path, in chunks and over page borders, must give what mlx-lm's own gives."""
-    page_size = 4
-    pages = ModelPages(model.layers, page_size)
+    pages = ModelPages(model.layers, _PROBE_PAGE)
     pages.resize(4)
     # Two sequences with the same tokens, one after the other on different pages.
     tokens = mx.array(_PROBE_IDS, dtype=mx.int32)
     with _as_unsupported("its attention does not run on pages"):
-        rows = _probe_paged(model, tokens, pages, block_table=(2, 1), page_size=page_size)
-        other = _probe_paged(model, tokens, pages, block_table=(0, 3), page_size=page_size)
+        rows = _probe_paged(model, tokens, pages, block_table=(2, 1))
+        other = _probe_paged(model, tokens, pages, block_table=(0, 3))
         mx.eval(rows, other)
     scale = float(mx.max(mx.abs(expected)).item())  # type: ignore[arg-type]
     limit = _TOLERANCE.get(expected.dtype, 2e-1) * max(scale, 1.0)
@@ -305,16 +332,16 @@ def _probe_paged(
     pages: ModelPages,
     *,
     block_table: tuple[int, ...],
-    page_size: int,
 ) -> mx.array:
     results, start = [], 0
+    columns = block_table + (0,) * (_PROBE_COLUMNS - len(block_table))
     for length in _PROBE_CHUNKS:
         positions = list(range(start, start + length))
-        slots = [block_table[p // page_size] * page_size + p % page_size for p in positions]
+        slots = [block_table[p // _PROBE_PAGE] * _PROBE_PAGE + p % _PROBE_PAGE for p in positions]
         metadata = PagedMetadata(
             positions=mx.array(positions, dtype=mx.int32),
             slot_mapping=mx.array(slots, dtype=mx.int32),
-            block_tables=mx.array([block_table], dtype=mx.int32),
+            block_tables=mx.array([columns], dtype=mx.int32),
             q_starts=mx.array([0, length], dtype=mx.int32),
             kv_lens=mx.array([start + length], dtype=mx.int32),
         )

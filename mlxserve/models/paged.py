@@ -12,15 +12,17 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlxserve.errors import UnsupportedModelError
+from mlxserve.models.tail_table import Run
 from mlxserve_kernels import ops
 from mlxserve_kernels.adapters import StackAdapters
-from mlxserve_kernels.decoder import DecoderStack, StackPools
+from mlxserve_kernels.decoder import DecoderStack, Rope, StackPools
+from mlxserve_kernels.page_rows import KvPages, KvRows
 from mlxserve_kernels.quantized_pages import head_bytes, row_bytes
 
 
@@ -43,6 +45,7 @@ class PagedMetadata:
     q_starts     [S+1]   run s is tokens q_starts[s] : q_starts[s+1]
     kv_lens      [S]     keys of the sequence up to and including the run
     adapters             None where no row has an adapter
+    pieces       [N,8]   what each tail is made of, where there are tails; block_tables then name these, too
     """
 
     positions: mx.array
@@ -51,6 +54,10 @@ class PagedMetadata:
     q_starts: mx.array
     kv_lens: mx.array
     adapters: RowAdapters | None = field(default=None, kw_only=True)
+    pieces: mx.array | None = field(default=None, kw_only=True)
+
+
+Metadata = TypeVar("Metadata", bound=PagedMetadata)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +104,81 @@ class LayerPages:
         self.keys = ops.resize_rows(self.keys, num_pages)
         self.values = ops.resize_rows(self.values, num_pages)
 
+    def copy(self, source_ids: mx.array, target_ids: mx.array) -> None:
+        """As ``ops.copy_pages`` does."""
+        self.keys, self.values = ops.copy_pages(self.keys, self.values, source_ids, target_ids)
+
+    def write(self, k: mx.array, v: mx.array, metadata: PagedMetadata) -> None:
+        """Rows k [T, H, D] and v [T, H, Dv] to where the metadata say."""
+        self._write(KvRows(k, v), metadata)
+
+    def rope_and_write(
+        self, q: mx.array, k: mx.array, v: mx.array, rope: Rope | None, metadata: PagedMetadata
+    ) -> mx.array:
+        """``write`` of k, turned by ``rope``; returns q [T, H_q, D], turned as well."""
+        turned = self._write(KvRows(k, v, q, metadata.positions, rope), metadata)
+        assert turned is not None
+        return turned
+
+    def attend(self, q: mx.array, metadata: PagedMetadata, **options: Any) -> mx.array:
+        """``ops.paged_attention`` of q [T, H, D] with these options: [T, H, Dv]."""
+        return ops.paged_attention(
+            q,
+            self.keys,
+            self.values,
+            metadata.block_tables,
+            metadata.q_starts,
+            metadata.kv_lens,
+            kv_bits=self.spec.kv_bits,
+            **options,
+            **self._read_options(),
+        )
+
+    def written(self) -> mx.array:
+        """A small array that is ready when all that was written is."""
+        return self.keys[0, 0, 0]
+
+    def keys_of(self, entries: Sequence[int]) -> mx.array:
+        """The keys of whole pages, by what ``ModelPages.entries`` gives for them."""
+        return self.keys[mx.array(list(entries), dtype=mx.int32)]
+
+    @property
+    def _pools(self) -> KvPages:
+        return KvPages(self.keys, self.values)
+
+    def _write(self, rows: KvRows, metadata: PagedMetadata) -> mx.array | None:
+        """Returns q of the rows, turned."""
+        bits = self.spec.kv_bits
+        if rows.rope is None or rows.q is None:
+            self.keys, self.values = ops.write_pages(
+                self.keys, self.values, rows.k, rows.v, metadata.slot_mapping, kv_bits=bits
+            )
+            return rows.q
+        q, self.keys, self.values = ops.rope_and_write_pages(
+            rows.q,
+            rows.k,
+            rows.v,
+            self.keys,
+            self.values,
+            metadata.positions,
+            metadata.slot_mapping,
+            rope=rows.rope,
+            kv_bits=bits,
+        )
+        return q
+
+    def _read_options(self) -> dict[str, Any]:
+        """What else the attention takes."""
+        return {}
+
 
 class ModelPages(Sequence[LayerPages]):
-    """The page tensors of all layers of a model."""
+    """The page tensors of all layers of a model, of the kind ``layer_class``."""
+
+    layer_class = LayerPages
 
     def __init__(self, specs: Iterable[LayerSpec], page_size: int) -> None:
-        self._layers = [LayerPages(spec, page_size) for spec in specs]
+        self._layers = [self.layer_class(spec, page_size) for spec in specs]
         self._held: dict[int, tuple[DecoderStack, StackPools]] = {}
 
     @overload
@@ -126,10 +202,22 @@ class ModelPages(Sequence[LayerPages]):
         """Copy pages (source, target) on all layers; no target is a source or another target."""
         sources, targets = (mx.array(ids, dtype=mx.int32) for ids in zip(*copies, strict=True))
         for layer in self._layers:
-            layer.keys, layer.values = ops.copy_pages(layer.keys, layer.values, sources, targets)
+            layer.copy(sources, targets)
         if self._held:
             # A stack waits for no handle but the first; what was started earlier is done earlier.
             mx.async_eval([[layer.keys, layer.values] for layer in self._layers])
+
+    def begin_step(self, runs: Sequence[Run], previous: mx.array | None) -> None:
+        """Before a step with these runs copies or writes anything; ``previous`` is the result of the step
+        that is in flight, None where none is."""
+
+    def placed(self, runs: Sequence[Run], metadata: Metadata) -> Metadata:
+        """The metadata of a step with these runs as its layers need them: once a step, behind its copies."""
+        return metadata
+
+    def entries(self, pages: Sequence[int]) -> Sequence[int]:
+        """What the newest step's block tables have for these pages."""
+        return pages
 
     def held(self, first: int, stack: DecoderStack) -> StackPools:
         """The pools of the layers from ``first`` on, for ``stack``, which alone writes them from now on."""
@@ -174,15 +262,24 @@ class PagedLayerCache:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[InPages, InPages]:
         """Write (T, H, 1, D) keys and values to their slots; the attention reads the pages."""
-        self.pages.keys, self.pages.values = ops.write_pages(
-            self.pages.keys,
-            self.pages.values,
-            keys.squeeze(2),
-            values.squeeze(2),
-            self.metadata.slot_mapping,
-            kv_bits=self.pages.spec.kv_bits,
-        )
+        self.pages.write(keys.squeeze(2), values.squeeze(2), self.metadata)
         return InPages(keys.dtype), InPages(values.dtype)
+
+    def rope_and_write(self, q: mx.array, k: mx.array, v: mx.array, rope: Rope | None) -> mx.array:
+        """See ``op_stack.LayerKeys``."""
+        return self.pages.rope_and_write(q, k, v, rope, self.metadata)
+
+    def attend(
+        self,
+        q: mx.array,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """``ops.paged_attention`` over the pages: q [T, H, D], returns [T, H, Dv]."""
+        return self.pages.attend(q, self.metadata, scale=scale, window=window, softcap=softcap, sinks=sinks)
 
     def make_mask(
         self, length: int, *, return_array: bool = False, window_size: int | None = None
@@ -213,19 +310,12 @@ def attend(
     if mask is not None and not isinstance(mask, PagedMask):
         raise UnsupportedModelError("this architecture has an attention mask of its own")
     windows = [w for w in (cache.pages.spec.window, mask.window if mask else None) if w is not None]
-    metadata = cache.metadata
-    output = ops.paged_attention(
+    output = cache.attend(
         queries.squeeze(2),
-        cache.pages.keys,
-        cache.pages.values,
-        metadata.block_tables,
-        metadata.q_starts,
-        metadata.kv_lens,
         scale=scale,
         window=min(windows) if windows else None,
         softcap=softcap,
         sinks=sinks,
-        kv_bits=cache.pages.spec.kv_bits,
     )
     return output[:, :, None]
 

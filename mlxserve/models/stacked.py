@@ -15,7 +15,7 @@ import mlx.nn as nn
 
 from mlxserve.models.fused import run_stack, whole_stack
 from mlxserve.models.paged import ModelPages, PagedMetadata
-from mlxserve_kernels.decoder import DecoderStack
+from mlxserve_kernels.stacks import Stack
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ _ENDS = {
 class StackedModel:
     """What ``stacked_model`` found. Holds the parts of the module, not copies of them."""
 
-    def __init__(self, module: nn.Module, stack: DecoderStack, ends: _Ends) -> None:
+    def __init__(self, module: nn.Module, stack: Stack, ends: _Ends) -> None:
         self._module = module
         self._ends = ends
         self._stack = stack

@@ -37,7 +37,7 @@ def batch(*rows: ScheduledSequence) -> ScheduledBatch:
 
 
 def as_lists(inputs: StepInputs) -> dict[str, object]:
-    names = {*StepInputs.__dataclass_fields__} - {"adapters"}
+    names = {*StepInputs.__dataclass_fields__} - {"adapters", "pieces"}
     arrays = {name: getattr(inputs, name) for name in names}
     assert all(array is None or array.dtype == mx.int32 for array in arrays.values())
     return {name: None if array is None else array.tolist() for name, array in arrays.items()}

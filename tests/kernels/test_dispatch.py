@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from mlxserve_kernels import ops
-from mlxserve_kernels.dispatch import extension
+from mlxserve_kernels.dispatch import Selection, decoder_kind, extension, metal, using
 
 from .conftest import RunPython
 
@@ -16,6 +16,8 @@ STATE = """
 from mlxserve_kernels import ops
 print(ops.implementation(), ops.num_threads(), ops.supports_steps_in_flight())
 """
+
+KINDS = "reference, cpu, metal, metal-host"
 
 # Digests of results: equal for every number of threads, and the ops run on each instruction set.
 RESULTS = """
@@ -87,11 +89,78 @@ def test_reference_by_choice(run_python: RunPython) -> None:
     ]
 
 
+def test_metal_on_the_host_by_choice(run_python: RunPython) -> None:
+    result = run_python(STATE, MLXSERVE_KERNELS="metal-host")
+    assert result.stdout.split()[0] == "metal-host", result.stderr
+
+
+def test_metal_on_the_host_without_the_compiler(run_python: RunPython) -> None:
+    program = "import sys; sys.modules['ziglang'] = None" + STATE
+    result = run_python(program, MLXSERVE_KERNELS="metal-host")
+    assert "MLXSERVE_KERNELS is metal-host, which needs a checkout and the test extra" in result.stderr
+
+
+@pytest.mark.skipif(mx.metal.is_available(), reason="this is a Mac")
+def test_metal_needs_a_mac(run_python: RunPython) -> None:
+    result = run_python(STATE, MLXSERVE_KERNELS="metal")
+    assert result.stderr.strip().endswith(
+        "ValueError: MLXSERVE_KERNELS is metal, but mlx does not compute on a Mac's GPU here"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kernels", "wanted", "kind"),
+    [
+        ("cpu", None, "fused"),
+        ("cpu", "ops", "ops"),
+        ("cpu", "blocks", "blocks"),
+        ("reference", None, "blocks"),
+        ("reference", "ops", "ops"),
+        ("metal-host", None, "ops"),
+    ],
+)
+def test_how_decoder_layers_run(
+    cpu_kernels: None, run_python: RunPython, kernels: str, wanted: str | None, kind: str
+) -> None:
+    program = "from mlxserve_kernels import dispatch; print(dispatch.decoder_kind())"
+    variables = {"MLXSERVE_KERNELS": kernels} | ({} if wanted is None else {"MLXSERVE_DECODER": wanted})
+    assert run_python(program, **variables).stdout.strip() == kind
+
+
+@pytest.mark.parametrize(
+    ("kernels", "wanted", "message"),
+    [
+        ("reference", "fused", "MLXSERVE_DECODER is fused, which the reference kernels have not"),
+        ("reference", "all", "MLXSERVE_DECODER must be one of fused, ops, blocks, got 'all'"),
+    ],
+)
+def test_ways_of_decoder_layers_that_there_are_not(
+    run_python: RunPython, kernels: str, wanted: str, message: str
+) -> None:
+    program = "from mlxserve_kernels import dispatch; print(dispatch.decoder_kind())"
+    result = run_python(program, MLXSERVE_KERNELS=kernels, MLXSERVE_DECODER=wanted)
+    assert result.stderr.strip().endswith(f"ValueError: {message}")
+
+
+def test_no_metal_kernel_runs_before_it_is_proven() -> None:
+    kernels = object()
+    chosen = Selection("metal", metal=kernels, proven=frozenset({"add_rms_norm"}))  # type: ignore[arg-type]
+    before = ops.implementation()
+    with using(chosen):
+        assert ops.implementation() == "metal"
+        assert metal("add_rms_norm") is kernels
+        assert metal("paged_attention") is None
+        assert extension() is None
+    assert ops.implementation() == before
+    with using(Selection("metal", metal=kernels, proven=frozenset())):  # type: ignore[arg-type]
+        assert decoder_kind() == "blocks"
+
+
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("MLXSERVE_KERNELS", "gpu", "MLXSERVE_KERNELS must be one of reference, cpu, got 'gpu'"),
-        ("MLXSERVE_KERNELS", "", "MLXSERVE_KERNELS must be one of reference, cpu, got ''"),
+        ("MLXSERVE_KERNELS", "gpu", f"MLXSERVE_KERNELS must be one of {KINDS}, got 'gpu'"),
+        ("MLXSERVE_KERNELS", "", f"MLXSERVE_KERNELS must be one of {KINDS}, got ''"),
         ("MLXSERVE_CPU_MATMUL", "bf16", "MLXSERVE_CPU_MATMUL must be one of exact, int16, int8, got 'bf16'"),
         ("MLXSERVE_CPU_MATMUL", "", "MLXSERVE_CPU_MATMUL must be one of exact, int16, int8, got ''"),
         ("MLXSERVE_THREADS", "0", "MLXSERVE_THREADS must be a whole number from 1 to 1024, got '0'"),

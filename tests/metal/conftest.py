@@ -12,6 +12,7 @@ import mlx.core as mx
 import pytest
 
 from metal_on_host import Host, Report, Settings, summary
+from mlxserve_kernels.metal_kernels.maker import HOST_PERMISSIONS
 
 RunBody = Callable[..., mx.array]
 
@@ -29,19 +30,31 @@ def cache_dir(request: pytest.FixtureRequest) -> Path:
 
 
 REPORTS: list[Report] = []
-"""Of every launch of a kernel of ours; `pytest -v` ends with their summary."""
+"""Of every launch of a kernel of ours; `--kernel-report` and `-v` end with their summary."""
+
+
+_WEIGHTS = ("w", "scales", "biases")
+STREAMED = frozenset(
+    (
+        *(f"{part}{name}" for part in ("", "gate_", "up_") for name in _WEIGHTS),
+        *("a", "b"),
+        *(f"{part}_{name}" for part in ("k", "v") for name in ("pool", "tails", "old")),
+    )
+)
+"""Buffers of weights, adapters, keys and values: for few rows each byte of them is read once."""
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if REPORTS and terminalreporter.verbosity > 0:
+    is_wanted = terminalreporter.config.getoption("--kernel-report") or terminalreporter.verbosity > 0
+    if REPORTS and is_wanted:
         terminalreporter.section("Metal kernels")
-        terminalreporter.write_line(summary(REPORTS))
+        terminalreporter.write_line(summary(REPORTS, STREAMED))
 
 
 @pytest.fixture
 def host(cache_dir: Path) -> Iterator[Host]:
     """Runs kernels of ours in three schedules."""
-    host = Host(Settings(cache_dir=cache_dir, seeds=(0, 1, 2)))
+    host = Host(Settings(cache_dir=cache_dir, seeds=(0, 1, 2), **HOST_PERMISSIONS))
     yield host
     REPORTS.extend(host.reports)
 

@@ -313,3 +313,11 @@ def test_compiled_once(cache_dir: Path, tmp_path: Path) -> None:
             inputs=[], grid=(1, 1, 1), threadgroup=(1, 1, 1), output_shapes=[(1,)], output_dtypes=[mx.float32]
         )
     assert len(list(tmp_path.glob("*.json"))) == 1
+
+
+def test_products_in_conditions_are_no_pointers(run_body: RunBody) -> None:
+    header = (
+        "template <int N> int all() { if constexpr (N * sizeof(int) % 8 == 0) { return N; } return 0; }\n"
+    )
+    y = run_body("y[i] = all<4>();", mx.zeros((4,)), header=header)
+    assert y.tolist() == [4] * 4

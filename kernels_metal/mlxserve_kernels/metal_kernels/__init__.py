@@ -6,8 +6,13 @@ as metal_on_host has, the same Python runs elsewhere.
 
 from __future__ import annotations
 
+from mlxserve_kernels.metal_kernels.adapters import AdapterKernels
+from mlxserve_kernels.metal_kernels.attention import AttentionKernels
+from mlxserve_kernels.metal_kernels.experts import ExpertKernels
 from mlxserve_kernels.metal_kernels.maker import KernelMaker, mlx_maker
+from mlxserve_kernels.metal_kernels.matmul import MatmulKernels
 from mlxserve_kernels.metal_kernels.norms import NormKernels
+from mlxserve_kernels.metal_kernels.pages import PageKernels
 
 
 class MetalKernels:
@@ -15,4 +20,9 @@ class MetalKernels:
 
     def __init__(self, make: KernelMaker | None = None) -> None:
         make = make or mlx_maker()
+        self.adapters = AdapterKernels(make)
+        self.experts = ExpertKernels(make)
+        self.matmul = MatmulKernels(make)
+        self.attention = AttentionKernels(make)
         self.norms = NormKernels(make)
+        self.pages = PageKernels(make)

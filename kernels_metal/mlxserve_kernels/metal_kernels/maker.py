@@ -19,6 +19,13 @@ MIN_DEVICE_SIZE = 8
 
 FLOAT_TYPES = (mx.float32, mx.float16, mx.bfloat16)
 
+HOST_PERMISSIONS = {
+    "writable_inputs": frozenset({"k_pool", "v_pool"}),
+    "may_leave_unwritten": frozenset({"part_sums", "part_stats"}),
+}
+"""What our kernels do that metal_on_host's settings must allow: they write through pools, and parts of splits
+are written where a row has the split."""
+
 
 @cache
 def source(name: str) -> str:

@@ -48,7 +48,7 @@ class NormKernels:
                 f"add_rms_norm: x {x.shape} {x.dtype}, residual {residual.shape} {residual.dtype} and weight "
                 f"{weight.shape} do not fit together"
             )
-        if size < MIN_DEVICE_SIZE or x.dtype not in FLOAT_TYPES or weight.dtype not in FLOAT_TYPES:
+        if not takes_add_rms_norm(x, weight):
             raise ValueError(f"add_rms_norm: rows of {size} {x.dtype} with a weight of {weight.dtype}")
         threads = _row_threads(size)
         rows = x.size // size
@@ -61,6 +61,12 @@ class NormKernels:
             output_dtypes=[x.dtype, x.dtype],
         )
         return y, total
+
+
+def takes_add_rms_norm(x: mx.array, weight: mx.array) -> bool:
+    """Whether rows of this size and dtype are such that the kernel has, and there are any."""
+    is_float = x.dtype in FLOAT_TYPES and weight.dtype in FLOAT_TYPES
+    return is_float and x.size > 0 and x.shape[-1] >= MIN_DEVICE_SIZE
 
 
 def _row_threads(size: int) -> int:

@@ -1,0 +1,226 @@
+// x @ dequantize(w).T for a few rows of x: each byte of the weights is read once a tile of rows.
+//
+// A simdgroup computes `Outputs` neighbouring outputs, of one weight matrix or of two, for up to `Rows` rows. Its lanes
+// split K: lane l adds the products of the values 256 i + 8 l to 256 i + 8 l + 7, i ascending, and simd_sum adds the
+// lanes. Neither the number of rows nor where x is read from changes that order, so a row's bits are its own.
+//
+// From 4 rows on x comes through threadgroup memory, 256 values of each row at a time, for all simdgroups.
+
+constant constexpr int kStep = 256;
+
+// The weights of one matrix, rows of `size` values.
+template <typename U>
+struct Matrix {
+  const device uchar* w;
+  const device typename U::Scale* scales;
+  const device typename U::Scale* biases;
+};
+
+// A tile of neighbouring rows of x and y.
+struct NeighbourRows {
+  int first;
+  int count;
+
+  int x_row(int m) const thread { return first + m; }
+  int y_row(int m) const thread { return first + m; }
+};
+
+template <typename T>
+void read_eight(const device T* from, thread float* x) {
+  const vec<T, 4> a = *(const device vec<T, 4>*)from;
+  const vec<T, 4> b = *(const device vec<T, 4>*)(from + 4);
+  for (int i = 0; i < 4; i++) x[i] = float(a[i]), x[i + 4] = float(b[i]);
+}
+
+template <typename T>
+void read_eight(const threadgroup vec<T, 4>* from, thread float* x) {
+  const vec<T, 4> a = from[0], b = from[1];
+  for (int i = 0; i < 4; i++) x[i] = float(a[i]), x[i + 4] = float(b[i]);
+}
+
+// The products of one simdgroup: U reads the weights, `Outputs` rows of each of `Matrices` matrices.
+template <typename T, typename U, int Rows, int Outputs, int Matrices, int Simdgroups>
+struct Product {
+  static constexpr constant int width = Outputs * Matrices;
+  static constexpr constant bool is_staged = Rows >= 4;
+
+  float sums[width][Rows];
+
+  // Adds the products of eight values of x with the rows' weights, in their order.
+  void add(int m, const thread float* x, const thread float* w) thread {
+    for (int j = 0; j < width; j++)
+      for (int i = 0; i < 8; i++) sums[j][m] = fma(w[j * 8 + i], x[i], sums[j][m]);
+  }
+
+  // Values k to k + kStep - 1 of the rows go to `tile`, by all threads.
+  template <typename R>
+  void stage(const device T* x, R rows, int size, int k, threadgroup vec<T, 4>* tile, uint simdgroup, uint lane) thread {
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    const int at = k + int(lane) * 8;
+    for (int m = int(simdgroup); m < rows.count && at < size; m += Simdgroups) {
+      const device T* from = x + size_t(rows.x_row(m)) * size + at;
+      threadgroup vec<T, 4>* to = tile + (m * kStep + lane * 8) / 4;
+      to[0] = *(const device vec<T, 4>*)from;
+      to[1] = *(const device vec<T, 4>*)(from + 4);
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+  }
+
+  // Outputs n to n + Outputs - 1, those that there are. All simdgroups of the threadgroup come here, with one `rows`.
+  template <typename R>
+  void run(
+      const thread Matrix<U>* matrices,
+      const device T* x,
+      R rows,
+      int n,
+      int outputs,
+      int size,
+      threadgroup vec<T, 4>* tile,
+      uint simdgroup,
+      uint lane) thread {
+    for (int j = 0; j < width; j++)
+      for (int m = 0; m < Rows; m++) sums[j][m] = 0;
+    const int groups = size / U::group;
+    const size_t row_bytes = size_t(size / 8) * U::bits;
+    for (int chunk = 0; chunk < size; chunk += 32 * U::group) {
+      // A lane holds the scale of one of 32 groups.
+      float scales[width], biases[width];
+      const int group = chunk / U::group + int(lane);
+      for (int j = 0; j < width; j++) {
+        const bool is_there = group < groups && n + j % Outputs < outputs;
+        const size_t at = size_t(n + j % Outputs) * groups + group;
+        scales[j] = is_there ? U::read_scale(matrices[j / Outputs].scales, at) : 0.0f;
+        biases[j] = is_there ? U::read_bias(matrices[j / Outputs].biases, at) : 0.0f;
+      }
+      const int end = min(size, chunk + 32 * U::group);
+      for (int step = chunk; step < end; step += kStep) {
+        const int k = step + int(lane) * 8;
+        typename U::Raw raw[width];
+        for (int j = 0; j < width; j++) {
+          const bool is_there = k < size && n + j % Outputs < outputs;
+          const device uchar* row = matrices[j / Outputs].w + (n + j % Outputs) * row_bytes;
+          raw[j] = is_there ? U::Raw::read(row, k) : U::Raw::zero();
+        }
+        if constexpr (is_staged) stage(x, rows, size, step, tile, simdgroup, lane);
+        float w[width * 8];
+        const ushort holder = ushort((k - chunk) / U::group);
+        for (int j = 0; j < width; j++)
+          U::values(raw[j], simd_shuffle(scales[j], holder), simd_shuffle(biases[j], holder), w + j * 8);
+        if (k >= size) continue;
+#pragma clang loop unroll(full)
+        for (int m = 0; m < Rows; m++) {
+          if (m < rows.count) {
+            float values[8];
+            if constexpr (is_staged) read_eight(tile + (m * kStep + lane * 8) / 4, values);
+            else read_eight(x + size_t(rows.x_row(m)) * size + k, values);
+            add(m, values, w);
+          }
+        }
+      }
+    }
+#pragma clang loop unroll(full)
+    for (int m = 0; m < Rows; m++)
+      if (m < rows.count)
+        for (int j = 0; j < width; j++) sums[j][m] = simd_sum(sums[j][m]);
+  }
+
+  // To the outputs of a matrix.
+  template <int Which = 0, typename B>
+  void add_bias(const device B* bias, int n, int outputs) thread {
+    for (int i = 0; i < Outputs; i++)
+      if (n + i < outputs)
+        for (int m = 0; m < Rows; m++) sums[Which * Outputs + i][m] += float(bias[n + i]);
+  }
+
+  // The first matrix's outputs become activation(first) * second.
+  template <int A>
+  void gate() thread {
+    for (int i = 0; i < Outputs; i++)
+      for (int m = 0; m < Rows; m++) sums[i][m] = activated<A>(sums[i][m]) * sums[Outputs + i][m];
+  }
+
+  // Output n + i of row m is sums[i][m]. Lanes store 32 of them at a time.
+  template <typename R>
+  void store(device T* y, R rows, int n, int outputs, uint lane) const thread {
+#pragma clang loop unroll(full)
+    for (int first = 0; first < Rows * Outputs; first += 32) {
+      float mine = 0;
+#pragma clang loop unroll(full)
+      for (int i = 0; i < 32; i++)
+        if (first + i < Rows * Outputs && int(lane) == i) mine = sums[(first + i) % Outputs][(first + i) / Outputs];
+      const int m = (first + int(lane)) / Outputs, at = n + (first + int(lane)) % Outputs;
+      if (m < rows.count && at < outputs) y[size_t(rows.y_row(m)) * outputs + at] = T(mine);
+    }
+  }
+};
+
+template <typename U, typename W>
+Matrix<U> matrix_of(const device W* w, const device typename U::Scale* scales, const device typename U::Scale* biases) {
+  Matrix<U> m;
+  m.w = (const device uchar*)w;
+  m.scales = scales;
+  m.biases = biases;
+  return m;
+}
+
+inline NeighbourRows tile_rows(int tile, int rows_a_tile, int rows) {
+  NeighbourRows result;
+  result.first = tile * rows_a_tile;
+  result.count = min(rows_a_tile, rows - result.first);
+  return result;
+}
+
+// y [rows, outputs] = x [rows, size] @ weights.T + bias. tile: threadgroup memory of Rows * kStep values from 4 rows on.
+// A threadgroup of `Simdgroups` simdgroups computes 4 * Simdgroups outputs of Rows rows; `group` is its place.
+template <typename U, int Rows, int Simdgroups, bool HasBias, typename T, typename B>
+void quantized_matmul(
+    const device T* x,
+    Matrix<U> weights,
+    const device B* bias,
+    device T* y,
+    int rows,
+    int outputs,
+    int size,
+    threadgroup vec<T, 4>* tile,
+    uint3 group,
+    uint simdgroup,
+    uint lane) {
+  const int n = (int(group.x) * Simdgroups + int(simdgroup)) * 4;
+  const NeighbourRows row_tile = tile_rows(int(group.y), Rows, rows);
+  Product<T, U, Rows, 4, 1, Simdgroups> product;
+  if (!product.is_staged && n >= outputs) return;
+  product.run(&weights, x, row_tile, n, outputs, size, tile, simdgroup, lane);
+  if constexpr (HasBias) product.add_bias(bias, n, outputs);
+  product.store(y, row_tile, n, outputs, lane);
+}
+
+// y [rows, outputs] = activation(x @ gate.T + gate_bias) * (x @ up.T + up_bias); else as quantized_matmul, with 2
+// outputs a simdgroup.
+template <typename U, int Rows, int Simdgroups, bool HasBias, int A, typename T, typename B>
+void gate_up(
+    const device T* x,
+    Matrix<U> gate,
+    Matrix<U> up,
+    const device B* gate_bias,
+    const device B* up_bias,
+    device T* y,
+    int rows,
+    int outputs,
+    int size,
+    threadgroup vec<T, 4>* tile,
+    uint3 group,
+    uint simdgroup,
+    uint lane) {
+  const int n = (int(group.x) * Simdgroups + int(simdgroup)) * 2;
+  const NeighbourRows row_tile = tile_rows(int(group.y), Rows, rows);
+  Product<T, U, Rows, 2, 2, Simdgroups> product;
+  if (!product.is_staged && n >= outputs) return;
+  const Matrix<U> matrices[2] = {gate, up};
+  product.run(matrices, x, row_tile, n, outputs, size, tile, simdgroup, lane);
+  if constexpr (HasBias) {
+    product.add_bias(gate_bias, n, outputs);
+    product.template add_bias<1>(up_bias, n, outputs);
+  }
+  product.template gate<A>();
+  product.store(y, row_tile, n, outputs, lane);
+}
