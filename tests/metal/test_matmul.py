@@ -268,14 +268,14 @@ def test_planted_fault_is_caught(
     ("old", "new", "kind"),
     [
         ("sums[Outputs + i][m];", "sums[i][m];", "value"),
-        ("= {gate, up};", "= {up, gate};", "value"),
+        ("gate;\n  in.matrices[1] = up;", "up;\n  in.matrices[1] = gate;", "value"),
         ("sums[Which * Outputs + i][m] +=", "sums[i][m] +=", "value"),
         ("if constexpr (A == silu) return z / (1", "if constexpr (A == silu) return z / (2", "value"),
-        ("int(simdgroup)) * 2;", "int(simdgroup)) * 2 + 1;", "unwritten output"),
-        ("int(simdgroup)) * 2;", "int(simdgroup)) / 2 * 2;", "race"),
+        ("int(simdgroup)) * (4 / N);", "int(simdgroup)) * (4 / N) + 1;", "unwritten output"),
+        ("int(simdgroup)) * (4 / N);", "int(simdgroup)) / 2 * (4 / N);", "race"),
         ("m < rows.count && at < outputs", "at < outputs", "out of bounds"),
         ("(m * kStep + lane * 8) / 4;", "(m * kStep + lane * 8) / 4 + 1;", "uninitialised read"),
-        ("(up_bias, n, outputs)", "(up_bias + 4, n, outputs)", "out of bounds"),
+        ("biases[1] = up_bias;", "biases[1] = up_bias + 4;", "out of bounds"),
     ],
 )
 def test_planted_fault_in_gate_up_is_caught(

@@ -23,14 +23,14 @@ Matrix<U> rows_from(Matrix<U> all, size_t first, int size) {
   return all;
 }
 
-// y [choices, outputs]: row i is x's row of choice i times the matrix of expert ids[i], plus its bias. The other
-// arguments are those of quantized_matmul; list: threadgroup memory of 16 * Simdgroups.
-template <typename U, int Rows, int Simdgroups, int Choices, bool HasBias, typename T, typename I, typename B>
-void gather_matmul(
+// y [choices, outputs]: row i is the result of multiply_tile for x's row of choice i and the matrices of expert ids[i];
+// its arguments, and list: threadgroup memory of 16 * Simdgroups.
+template <
+    int Rows, int Simdgroups, int Choices, bool HasBias, int A, typename U, int N, typename T, typename I, typename B>
+void multiply_chosen(
     const device T* x,
     const device I* ids,
-    Matrix<U> weights,
-    const device B* bias,
+    Operands<U, B, N> all,
     device T* y,
     int choices,
     int outputs,
@@ -40,51 +40,13 @@ void gather_matmul(
     uint3 group,
     uint simdgroup,
     uint lane) {
-  const int n = (int(group.x) * Simdgroups + int(simdgroup)) * 4, p = int(group.y);
+  const int n = (int(group.x) * Simdgroups + int(simdgroup)) * (4 / N), p = int(group.y);
   if (!is_first(ids, p, lane)) return;
-  Product<T, U, Rows, 4, 1, Simdgroups> product;
+  Product<T, U, Rows, 4 / N, N, Simdgroups> product;
   if (!product.is_staged && n >= outputs) return;
   const size_t id = size_t(ids[p]);
-  const Matrix<U> matrix = rows_from(weights, id * outputs, size);
-  ChosenRows<Choices> rows;
-  rows.list = list + simdgroup * 16;
-  int total = 1;
-  for (int served = 0; served < total; served += Rows) {
-    total = find_members<Rows>(ids, choices, p, served, list + simdgroup * 16, lane);
-    rows.count = min(total - served, Rows);
-    product.run(&matrix, x, rows, n, outputs, size, tile, simdgroup, lane);
-    if constexpr (HasBias) product.add_bias(bias + id * outputs, n, outputs);
-    product.store(y, rows, n, outputs, lane);
-  }
-}
-
-// y [choices, outputs] = activation(x @ gate.T + gate_bias) * (x @ up.T + up_bias), by the experts of the choices.
-template <typename U, int Rows, int Simdgroups, int Choices, bool HasBias, int A, typename T, typename I, typename B>
-void expert_gate_up(
-    const device T* x,
-    const device I* ids,
-    Matrix<U> gate,
-    Matrix<U> up,
-    const device B* gate_bias,
-    const device B* up_bias,
-    device T* y,
-    int choices,
-    int outputs,
-    int size,
-    threadgroup vec<T, 4>* tile,
-    threadgroup int* list,
-    uint3 group,
-    uint simdgroup,
-    uint lane) {
-  const int n = (int(group.x) * Simdgroups + int(simdgroup)) * 2, p = int(group.y);
-  if (!is_first(ids, p, lane)) return;
-  Product<T, U, Rows, 2, 2, Simdgroups> product;
-  if (!product.is_staged && n >= outputs) return;
-  const size_t id = size_t(ids[p]);
-  const Matrix<U> matrices[2] = {
-      rows_from(gate, id * outputs, size),
-      rows_from(up, id * outputs, size),
-  };
+  Matrix<U> matrices[N];
+  for (int j = 0; j < N; j++) matrices[j] = rows_from(all.matrices[j], id * outputs, size);
   ChosenRows<Choices> rows;
   rows.list = list + simdgroup * 16;
   int total = 1;
@@ -92,11 +54,7 @@ void expert_gate_up(
     total = find_members<Rows>(ids, choices, p, served, list + simdgroup * 16, lane);
     rows.count = min(total - served, Rows);
     product.run(matrices, x, rows, n, outputs, size, tile, simdgroup, lane);
-    if constexpr (HasBias) {
-      product.add_bias(gate_bias + id * outputs, n, outputs);
-      product.template add_bias<1>(up_bias + id * outputs, n, outputs);
-    }
-    product.template gate<A>();
+    product.template finish<HasBias, A>(all, id * outputs, n, outputs);
     product.store(y, rows, n, outputs, lane);
   }
 }

@@ -16,6 +16,13 @@ struct Matrix {
   const device typename U::Scale* biases;
 };
 
+// One matrix, or gate and up, and their biases.
+template <typename U, typename B, int N>
+struct Operands {
+  Matrix<U> matrices[N];
+  const device B* biases[N];
+};
+
 // A tile of neighbouring rows of x and y.
 struct NeighbourRows {
   int first;
@@ -139,6 +146,16 @@ struct Product {
       for (int m = 0; m < Rows; m++) sums[i][m] = activated<A>(sums[i][m]) * sums[Outputs + i][m];
   }
 
+  // The sums become results: those of two matrices activation(first) * second. Biases lie from `first` on.
+  template <bool HasBias, int A, typename B>
+  void finish(const thread Operands<U, B, Matrices>& in, size_t first, int n, int outputs) thread {
+    if constexpr (HasBias) {
+      add_bias(in.biases[0] + first, n, outputs);
+      if constexpr (Matrices == 2) add_bias<1>(in.biases[1] + first, n, outputs);
+    }
+    if constexpr (Matrices == 2) gate<A>();
+  }
+
   // Output n + i of row m is sums[i][m]. Lanes store 32 of them at a time.
   template <typename R>
   void store(device T* y, R rows, int n, int outputs, uint lane) const thread {
@@ -163,6 +180,24 @@ Matrix<U> matrix_of(const device W* w, const device typename U::Scale* scales, c
   return m;
 }
 
+template <typename U, typename B>
+Operands<U, B, 1> one(Matrix<U> weights, const device B* bias) {
+  Operands<U, B, 1> in;
+  in.matrices[0] = weights;
+  in.biases[0] = bias;
+  return in;
+}
+
+template <typename U, typename B>
+Operands<U, B, 2> pair(Matrix<U> gate, Matrix<U> up, const device B* gate_bias, const device B* up_bias) {
+  Operands<U, B, 2> in;
+  in.matrices[0] = gate;
+  in.matrices[1] = up;
+  in.biases[0] = gate_bias;
+  in.biases[1] = up_bias;
+  return in;
+}
+
 inline NeighbourRows tile_rows(int tile, int rows_a_tile, int rows) {
   NeighbourRows result;
   result.first = tile * rows_a_tile;
@@ -170,13 +205,13 @@ inline NeighbourRows tile_rows(int tile, int rows_a_tile, int rows) {
   return result;
 }
 
-// y [rows, outputs] = x [rows, size] @ weights.T + bias. tile: threadgroup memory of Rows * kStep values from 4 rows on.
-// A threadgroup of `Simdgroups` simdgroups computes 4 * Simdgroups outputs of Rows rows; `group` is its place.
-template <typename U, int Rows, int Simdgroups, bool HasBias, typename T, typename B>
-void quantized_matmul(
+// y [rows, outputs] = x [rows, size] @ weights.T + bias, or activation(x @ gate.T + gate_bias) * (x @ up.T + up_bias).
+// tile: threadgroup memory of Rows * kStep values from 4 rows on. A threadgroup of `Simdgroups` simdgroups computes
+// 4 / N * Simdgroups outputs of Rows rows; `group` is its place.
+template <int Rows, int Simdgroups, bool HasBias, int A, typename U, int N, typename T, typename B>
+void multiply_tile(
     const device T* x,
-    Matrix<U> weights,
-    const device B* bias,
+    Operands<U, B, N> in,
     device T* y,
     int rows,
     int outputs,
@@ -185,42 +220,11 @@ void quantized_matmul(
     uint3 group,
     uint simdgroup,
     uint lane) {
-  const int n = (int(group.x) * Simdgroups + int(simdgroup)) * 4;
+  const int n = (int(group.x) * Simdgroups + int(simdgroup)) * (4 / N);
   const NeighbourRows row_tile = tile_rows(int(group.y), Rows, rows);
-  Product<T, U, Rows, 4, 1, Simdgroups> product;
+  Product<T, U, Rows, 4 / N, N, Simdgroups> product;
   if (!product.is_staged && n >= outputs) return;
-  product.run(&weights, x, row_tile, n, outputs, size, tile, simdgroup, lane);
-  if constexpr (HasBias) product.add_bias(bias, n, outputs);
-  product.store(y, row_tile, n, outputs, lane);
-}
-
-// y [rows, outputs] = activation(x @ gate.T + gate_bias) * (x @ up.T + up_bias); else as quantized_matmul, with 2
-// outputs a simdgroup.
-template <typename U, int Rows, int Simdgroups, bool HasBias, int A, typename T, typename B>
-void gate_up(
-    const device T* x,
-    Matrix<U> gate,
-    Matrix<U> up,
-    const device B* gate_bias,
-    const device B* up_bias,
-    device T* y,
-    int rows,
-    int outputs,
-    int size,
-    threadgroup vec<T, 4>* tile,
-    uint3 group,
-    uint simdgroup,
-    uint lane) {
-  const int n = (int(group.x) * Simdgroups + int(simdgroup)) * 2;
-  const NeighbourRows row_tile = tile_rows(int(group.y), Rows, rows);
-  Product<T, U, Rows, 2, 2, Simdgroups> product;
-  if (!product.is_staged && n >= outputs) return;
-  const Matrix<U> matrices[2] = {gate, up};
-  product.run(matrices, x, row_tile, n, outputs, size, tile, simdgroup, lane);
-  if constexpr (HasBias) {
-    product.add_bias(gate_bias, n, outputs);
-    product.template add_bias<1>(up_bias, n, outputs);
-  }
-  product.template gate<A>();
+  product.run(in.matrices, x, row_tile, n, outputs, size, tile, simdgroup, lane);
+  product.template finish<HasBias, A>(in, 0, n, outputs);
   product.store(y, row_tile, n, outputs, lane);
 }

@@ -23,8 +23,8 @@ _GATHER_MATMUL = """
 threadgroup vec<T, 4> tile[TILE];
 threadgroup int list[LIST];
 using Reader = typename ReaderOf<MODE, S, GROUP, BITS>::type;
-gather_matmul<Reader, ROWS, SIMDGROUPS, CHOICES, HAS_BIAS>(
-    x, ids, matrix_of<Reader>(w, scales, biases), bias, y, threadgroups_per_grid.y, w_shape[1], x_shape[1],
+multiply_chosen<ROWS, SIMDGROUPS, CHOICES, HAS_BIAS, 0>(
+    x, ids, one(matrix_of<Reader>(w, scales, biases), bias), y, threadgroups_per_grid.y, w_shape[1], x_shape[1],
     tile, list, threadgroup_position_in_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
 """
 
@@ -32,10 +32,12 @@ _EXPERT_GATE_UP = """
 threadgroup vec<T, 4> tile[TILE];
 threadgroup int list[LIST];
 using Reader = typename ReaderOf<MODE, S, GROUP, BITS>::type;
-expert_gate_up<Reader, ROWS, SIMDGROUPS, CHOICES, HAS_BIAS, ACTIVATION>(
-    x, ids, matrix_of<Reader>(gate_w, gate_scales, gate_biases),
-    matrix_of<Reader>(up_w, up_scales, up_biases), gate_bias, up_bias, y, threadgroups_per_grid.y,
-    gate_w_shape[1], x_shape[1], tile, list,
+multiply_chosen<ROWS, SIMDGROUPS, CHOICES, HAS_BIAS, ACTIVATION>(
+    x, ids,
+    pair(
+        matrix_of<Reader>(gate_w, gate_scales, gate_biases), matrix_of<Reader>(up_w, up_scales, up_biases),
+        gate_bias, up_bias),
+    y, threadgroups_per_grid.y, gate_w_shape[1], x_shape[1], tile, list,
     threadgroup_position_in_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
 """
 

@@ -20,17 +20,20 @@ from mlxserve_kernels.metal_kernels.weights import (
 _QUANTIZED_MATMUL = """
 threadgroup vec<T, 4> tile[TILE];
 using Reader = typename ReaderOf<MODE, S, GROUP, BITS>::type;
-quantized_matmul<Reader, ROWS, SIMDGROUPS, HAS_BIAS>(
-    x, matrix_of<Reader>(w, scales, biases), bias, y, x_shape[0], w_shape[0], x_shape[1], tile,
+multiply_tile<ROWS, SIMDGROUPS, HAS_BIAS, 0>(
+    x, one(matrix_of<Reader>(w, scales, biases), bias), y, x_shape[0], w_shape[0], x_shape[1], tile,
     threadgroup_position_in_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
 """
 
 _GATE_UP = """
 threadgroup vec<T, 4> tile[TILE];
 using Reader = typename ReaderOf<MODE, S, GROUP, BITS>::type;
-gate_up<Reader, ROWS, SIMDGROUPS, HAS_BIAS, ACTIVATION>(
-    x, matrix_of<Reader>(gate_w, gate_scales, gate_biases), matrix_of<Reader>(up_w, up_scales, up_biases),
-    gate_bias, up_bias, y, x_shape[0], gate_w_shape[0], x_shape[1], tile,
+multiply_tile<ROWS, SIMDGROUPS, HAS_BIAS, ACTIVATION>(
+    x,
+    pair(
+        matrix_of<Reader>(gate_w, gate_scales, gate_biases), matrix_of<Reader>(up_w, up_scales, up_biases),
+        gate_bias, up_bias),
+    y, x_shape[0], gate_w_shape[0], x_shape[1], tile,
     threadgroup_position_in_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
 """
 
