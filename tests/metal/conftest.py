@@ -11,10 +11,12 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from metal_on_host import Host, Report, Settings, summary
+from metal_on_host import Host, MetalFault, MetalHostError, MetalSourceError, Report, Settings, summary
+from mlxserve_kernels.metal_kernels import maker
 from mlxserve_kernels.metal_kernels.maker import HOST_PERMISSIONS
 
 RunBody = Callable[..., mx.array]
+Plant = Callable[[tuple[str, ...], str, str], None]
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
@@ -91,3 +93,24 @@ def run_body(cache_dir: Path) -> RunBody:
         return y
 
     return run
+
+
+@pytest.fixture
+def plant(monkeypatch: pytest.MonkeyPatch) -> Plant:
+    """Puts `new` in place of `old` in these headers of ours, for kernels that are made from then on."""
+
+    def plant(names: tuple[str, ...], old: str, new: str) -> None:
+        source = maker.source
+        planted = {name: source(name).replace(old, new) for name in names}
+        assert any(planted[name] != source(name) for name in names), old
+        monkeypatch.setattr(maker, "source", lambda name: planted.get(name) or source(name))
+
+    return plant
+
+
+def kind_of(error: MetalHostError) -> str:
+    """Of a fault; "source" where the compiler or Metal's rules refuse the kernel."""
+    if isinstance(error, MetalFault):
+        return error.kind
+    assert isinstance(error, MetalSourceError)
+    return "source"

@@ -8,12 +8,12 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from metal_on_host import Host, MetalFault, MetalHostError, Settings
+from metal_on_host import Host, MetalHostError, Settings
 from mlxserve_kernels import reference
 from mlxserve_kernels.experts import Activation, ExpertWeights
-from mlxserve_kernels.metal_kernels import maker
 from mlxserve_kernels.metal_kernels.experts import ExpertKernels
 from mlxserve_kernels.metal_kernels.matmul import MatmulKernels
+from tests.metal.conftest import Plant, kind_of
 from tests.metal.products import assert_close, quantized
 
 
@@ -144,13 +144,8 @@ SYNCED = "simdgroup_barrier(mem_flags::mem_threadgroup);"
         ("const size_t id = size_t(ids[p]);", "const size_t id = size_t(ids[p] / 2);", "value"),
     ],
 )
-def test_planted_fault_is_caught(
-    host: Host, monkeypatch: pytest.MonkeyPatch, old: str, new: str, kind: str
-) -> None:
-    source = maker.source
-    planted = {name: source(name).replace(old, new) for name in ("members.h", "experts.h")}
-    assert any(planted[name] != source(name) for name in planted)
-    monkeypatch.setattr(maker, "source", lambda name: planted.get(name) or source(name))
+def test_planted_fault_is_caught(host: Host, plant: Plant, old: str, new: str, kind: str) -> None:
+    plant(("members.h", "experts.h"), old, new)
     # Two rows read x without a barrier of the threadgroup in front.
     ids = mx.array([[3, 1], [2, 3]] * (1 if old.startswith(SYNCED) else 10), dtype=mx.int32)
     x, weights = mx.random.normal((ids.shape[0], 64)), experts(4, 40, 64)
@@ -161,7 +156,7 @@ def test_planted_fault_is_caught(
         return
     with pytest.raises(MetalHostError) as caught:
         ExpertKernels(host.metal_kernel).gather_matmul(x, ids, weights)
-    assert (caught.value.kind if isinstance(caught.value, MetalFault) else "source") == kind
+    assert kind_of(caught.value) == kind
 
 
 def test_wrong_arguments(host: Host) -> None:

@@ -9,10 +9,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from metal_on_host import Host, MetalFault, MetalHostError, Settings
+from metal_on_host import Host, MetalHostError, Settings
 from mlxserve_kernels import reference
-from mlxserve_kernels.metal_kernels import maker
 from mlxserve_kernels.metal_kernels.adapters import AdapterKernels
+from tests.metal.conftest import Plant, kind_of
 from tests.metal.products import assert_close
 
 Operands = tuple[mx.array, mx.array, mx.array, mx.array, mx.array]
@@ -130,13 +130,8 @@ OUTER_FAULTS = [
 
 
 @pytest.mark.parametrize(("old", "new", "kind"), [*INNER_FAULTS, *OUTER_FAULTS])
-def test_planted_fault_is_caught(
-    host: Host, monkeypatch: pytest.MonkeyPatch, old: str, new: str, kind: str
-) -> None:
-    source = maker.source
-    planted = source("low_rank.h").replace(old, new)
-    assert planted != source("low_rank.h")
-    monkeypatch.setattr(maker, "source", lambda name: planted if name == "low_rank.h" else source(name))
+def test_planted_fault_is_caught(host: Host, plant: Plant, old: str, new: str, kind: str) -> None:
+    plant(("low_rank.h",), old, new)
     given = operands([2, -1, 2, 0], 300, 100 if old == BARRIER + FILL else 36, 72)
     kernels = AdapterKernels(host.metal_kernel)
     if kind == "value":
@@ -146,7 +141,7 @@ def test_planted_fault_is_caught(
         return
     with pytest.raises(MetalHostError) as caught:
         kernels.lora_delta(*given)
-    assert (caught.value.kind if isinstance(caught.value, MetalFault) else "source") == kind
+    assert kind_of(caught.value) == kind
 
 
 def test_wrong_arguments(host: Host) -> None:

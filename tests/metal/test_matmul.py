@@ -13,9 +13,9 @@ from metal_on_host import Host, MetalFault, MetalHostError, Settings
 from mlxserve_kernels import reference
 from mlxserve_kernels.decoder import Projection
 from mlxserve_kernels.experts import Activation
-from mlxserve_kernels.metal_kernels import maker
 from mlxserve_kernels.metal_kernels.matmul import MatmulKernels
 from mlxserve_kernels.metal_kernels.weights import QuantizedWeight
+from tests.metal.conftest import Plant, kind_of
 from tests.metal.products import assert_close, assert_weights_once, quantized, true_product
 
 FORMATS = [
@@ -245,13 +245,8 @@ BIASED = "sums[Which * Outputs + i][m] += float(bias[n + i]);"
         (1, BIASED, BIASED.replace("n + i", "n + i + 4"), "out of bounds"),
     ],
 )  # fmt: skip
-def test_planted_fault_is_caught(
-    host: Host, monkeypatch: pytest.MonkeyPatch, rows: int, old: str, new: str, kind: str
-) -> None:
-    source = maker.source
-    planted = {name: source(name).replace(old, new) for name in ("unpack.h", "matmul.h")}
-    assert any(planted[name] != source(name) for name in planted)
-    monkeypatch.setattr(maker, "source", lambda name: planted.get(name) or source(name))
+def test_planted_fault_is_caught(host: Host, plant: Plant, rows: int, old: str, new: str, kind: str) -> None:
+    plant(("unpack.h", "matmul.h"), old, new)
     x = mx.random.normal((rows, 1056))
     weight = quantized(35, 1056, group_size=32, dtype=mx.float32)
     bias = mx.random.normal((35,))
@@ -261,7 +256,7 @@ def test_planted_fault_is_caught(
         return
     with pytest.raises(MetalHostError) as caught:
         matmul(host, x, weight, bias)
-    assert (caught.value.kind if isinstance(caught.value, MetalFault) else "source") == kind
+    assert kind_of(caught.value) == kind
 
 
 @pytest.mark.parametrize(
@@ -278,13 +273,8 @@ def test_planted_fault_is_caught(
         ("biases[1] = up_bias;", "biases[1] = up_bias + 4;", "out of bounds"),
     ],
 )
-def test_planted_fault_in_gate_up_is_caught(
-    host: Host, monkeypatch: pytest.MonkeyPatch, old: str, new: str, kind: str
-) -> None:
-    source = maker.source
-    planted = {name: source(name).replace(old, new) for name in ("activation.h", "matmul.h")}
-    assert any(planted[name] != source(name) for name in planted)
-    monkeypatch.setattr(maker, "source", lambda name: planted.get(name) or source(name))
+def test_planted_fault_in_gate_up_is_caught(host: Host, plant: Plant, old: str, new: str, kind: str) -> None:
+    plant(("activation.h", "matmul.h"), old, new)
     x, biases = mx.random.normal((6, 288)), mx.random.normal((2, 19))
     gate, up = (quantized(19, 288, group_size=32, dtype=mx.float32) for _ in range(2))
     kernels = MatmulKernels(host.metal_kernel)

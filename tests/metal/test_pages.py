@@ -10,14 +10,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from metal_on_host import Host, MetalFault, MetalSourceError, Settings
+from metal_on_host import Host, MetalFault, MetalHostError, Settings
 from mlxserve_kernels import reference
 from mlxserve_kernels.decoder import Rope
-from mlxserve_kernels.metal_kernels import MetalKernels, maker
+from mlxserve_kernels.metal_kernels import MetalKernels
 from mlxserve_kernels.metal_kernels.pages import PageKernels
 from mlxserve_kernels.page_rows import NO_SOURCE, KvPages, KvRows
 from mlxserve_kernels.quantized_pages import head_bytes, read_pages
-from tests.metal.conftest import REPORTS
+from tests.metal.conftest import REPORTS, Plant, kind_of
 
 THROUGH = frozenset({"k_pool", "v_pool"})
 FORMATS = [
@@ -458,23 +458,19 @@ FAULTS: list[tuple[Callable[[Host], bool], str, str, str]] = [
 @pytest.mark.parametrize(("run", "old", "new", "kind"), FAULTS)
 def test_planted_fault_is_caught(
     through: Host,
-    monkeypatch: pytest.MonkeyPatch,
+    plant: Plant,
     run: Callable[[Host], bool],
     old: str,
     new: str,
     kind: str,
 ) -> None:
-    sound = maker.source
-    assert old in sound("rope.h") + sound("pages.h")
-    monkeypatch.setattr(maker, "source", lambda name: sound(name).replace(old, new))
+    plant(("rope.h", "pages.h"), old, new)
     found = "nothing"
     try:
         if not run(through):
             found = "wrong result"
-    except MetalFault as fault:
-        found = fault.kind
-    except MetalSourceError:
-        found = "source"
+    except MetalHostError as error:
+        found = kind_of(error)
     assert found in kind.split("|")
 
 

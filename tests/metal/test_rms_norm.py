@@ -8,8 +8,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from metal_on_host import Host, MetalFault, MetalHostError, MetalSourceError, Settings
-from mlxserve_kernels.metal_kernels import MetalKernels, maker
+from metal_on_host import Host, MetalFault, MetalHostError, Settings
+from mlxserve_kernels.metal_kernels import MetalKernels
+from tests.metal.conftest import Plant, kind_of
 
 TOLERANCE = {mx.float32: 2e-6, mx.float16: 2e-3, mx.bfloat16: 1.6e-2}
 
@@ -113,19 +114,12 @@ def test_each_byte_once_and_coalesced(host: Host, dtype: mx.Dtype) -> None:
         ("threadgroup float* partial", "device float* partial", "source"),
     ],
 )
-def test_planted_fault_is_caught(
-    host: Host, monkeypatch: pytest.MonkeyPatch, old: str, new: str, kind: str
-) -> None:
-    sound = maker.source("rms_norm.h")
-    assert old in sound
-    monkeypatch.setattr(maker, "source", lambda name: sound.replace(old, new))
+def test_planted_fault_is_caught(host: Host, plant: Plant, old: str, new: str, kind: str) -> None:
+    plant(("rms_norm.h",), old, new)
     x, residual, w = operands(2, 700, mx.float32, mx.float32)
     with pytest.raises(MetalHostError) as caught:
         MetalKernels(host.metal_kernel).norms.add_rms_norm(x, residual, w, 1e-5)
-    if isinstance(caught.value, MetalFault):
-        assert caught.value.kind == kind
-    else:
-        assert isinstance(caught.value, MetalSourceError) and kind == "source"
+    assert kind_of(caught.value) == kind
 
 
 def test_wrong_arguments(host: Host) -> None:

@@ -24,8 +24,9 @@ threadgroup vec<T, 4> tile[TILE];
 threadgroup int list[LIST];
 using Reader = typename ReaderOf<MODE, S, GROUP, BITS>::type;
 multiply_chosen<ROWS, SIMDGROUPS, CHOICES, HAS_BIAS, 0>(
-    x, ids, one(matrix_of<Reader>(w, scales, biases), bias), y, threadgroups_per_grid.y, w_shape[1], x_shape[1],
-    tile, list, threadgroup_position_in_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
+    x, ids, one(matrix_of<Reader>(w, scales, biases), bias), y, threadgroups_per_grid.y, w_shape[1],
+    x_shape[1], tile, list,
+    threadgroup_position_in_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
 """
 
 _EXPERT_GATE_UP = """
