@@ -25,7 +25,7 @@ from mlxserve_kernels.self_test_cases import CPU_KERNELS, cases_of
 def diagnose(*, is_again: bool, on_host: bool) -> dict[str, Any]:
     """Everything as one JSON object. Raises UsageError for what this machine cannot do."""
     try:
-        kind = dispatch.decoder_kind()
+        dispatch.decoder_kind()
         name = dispatch.selection().name
         if on_host:
             dispatch.host_maker()
@@ -33,6 +33,7 @@ def diagnose(*, is_again: bool, on_host: bool) -> dict[str, Any]:
         raise UsageError(str(error)) from error
     if is_again and name != "metal":
         raise UsageError(f"--again is for Macs that run the Metal kernels; here the {name} kernels run")
+    checked = _check(name, is_again=is_again)
     report: dict[str, Any] = {
         "version": __version__,
         "mlx": version("mlx"),
@@ -41,9 +42,9 @@ def diagnose(*, is_again: bool, on_host: bool) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.mac_ver()[0] or platform.release()} {platform.machine()}",
         "chip": str(mx.device_info()["device_name"]),
         "kernels": ops.implementation(),
-        "decoder": kind,
+        "decoder": dispatch.decoder_kind(),
         "cpu": _cpu() if name == "cpu" else None,
-        "checked": [verdict.as_dict() for verdict in _check(name, is_again=is_again)],
+        "checked": [verdict.as_dict() for verdict in checked],
         "metal_on_host": [verdict.as_dict() for verdict in _on_host()] if on_host else None,
     }
     broken = [v for part in ("checked", "metal_on_host") for v in report[part] or () if _is_broken(v)]
@@ -63,8 +64,11 @@ def _cpu() -> dict[str, Any]:
 
 def _check(name: str, *, is_again: bool) -> Sequence[Verdict]:
     if name == "metal":
-        found = kernel_choice.test_again(run_self_test) if is_again else kernel_choice.settle()
-        return found or ()
+        if not is_again:
+            return kernel_choice.settle() or ()
+        verdicts = kernel_choice.test_again(run_self_test)
+        kernel_choice.apply(verdicts)
+        return verdicts
     if name == "cpu":
         chosen = dispatch.selection()
         return [compare(kernel, cases_of(kernel, is_small=True), chosen) for kernel in CPU_KERNELS]

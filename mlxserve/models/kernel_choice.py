@@ -69,7 +69,6 @@ def settle() -> Sequence[Verdict] | None:
     for this machine. Returns the verdicts, or None where nothing was to settle. One line is logged for each
     kernel that failed.
     """
-    global _settled
     if dispatch.selection().name != "metal":
         return None
     if _settled is not None:
@@ -79,7 +78,6 @@ def settle() -> Sequence[Verdict] | None:
         logger.warning("Trying the Metal kernels on this Mac, once; this takes about a minute.")
         verdicts = test_again(run_self_test)
     apply(verdicts)
-    _settled = verdicts
     return verdicts
 
 
@@ -91,7 +89,8 @@ def test_again(self_test: SelfTest) -> Sequence[Verdict]:
 
 
 def apply(verdicts: Sequence[Verdict]) -> None:
-    """Let the kernels run that passed; one line for each that is broken."""
+    """Let the kernels run that passed, in this process from now on; one line for each that is broken."""
+    global _settled
     for verdict in verdicts:
         if verdict.status in ("wrong", "failed"):
             logger.warning(
@@ -101,6 +100,7 @@ def apply(verdicts: Sequence[Verdict]) -> None:
             )
     proven = frozenset(verdict.kernel for verdict in verdicts if verdict.is_used)
     dispatch.use(replace(dispatch.selection(), proven=proven))
+    _settled = verdicts
 
 
 def read_verdicts(machine: Machine) -> list[Verdict] | None:

@@ -85,11 +85,13 @@ def test_a_mac_shows_its_choice(status: str, tmp_path: Any, monkeypatch: pytest.
         code, out = invoke("--again")
         assert code == (1 if is_broken else 0)
         assert "Metal kernels on this Mac" in out
+        assert "decoder layers   ops" in out
         assert "how it went" in out and "12.5" in out and "20.2" in out
         # The choice was kept: a start goes by it.
         monkeypatch.setattr(kernel_choice, "run_self_test", None)
         code, out = invoke("--json")
         report = json.loads(out)
+        assert report["decoder"] == "ops"
         assert [v["status"] for v in report["checked"]] == [status, *["used"] * len(others)]
         assert report["ok"] is not is_broken
         assert (dispatch.metal(first) is not None) is (status == "used")
