@@ -47,8 +47,6 @@ from mlxserve.types import GenerationRequest, SamplingParams  # noqa: E402
 from mlxserve_convert import ConvertOptions, convert  # noqa: E402
 from mlxserve_kernels import dispatch, ops  # noqa: E402
 
-ROUTES = ("tail", "through", "drained")
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -138,7 +136,7 @@ def routes(plan: Plan, folder: Path) -> list[dict[str, Any]]:
     model = build(plan.parity_models[0], folder)
     results: list[dict[str, Any]] = []
     expected: list[list[int]] | None = None
-    for route in reversed(ROUTES):
+    for route in reversed(dispatch.PAGE_ROUTES):
         with environment(MLXSERVE_PAGE_ROUTE=route):
             try:
                 tokens, _ = serve(model)

@@ -96,10 +96,7 @@ def _judge(name: str, cases: Sequence[Case], make: KernelMaker, timer: Timer | N
         if launches.count == before:
             return Verdict(name, "failed", f"{case.label}: the kernel was not called")
         if not difference <= case.tolerance:
-            detail = (
-                f"{case.label}: differs by {difference:.2g} of the largest value (limit {case.tolerance})"
-            )
-            return Verdict(name, "wrong", detail)
+            return Verdict(name, "wrong", _too_far(case, difference))
     if timer is None:
         return Verdict(name, "used", f"right in {len(cases)} cases")
     ours, plain = _times(cases, chosen, timer)

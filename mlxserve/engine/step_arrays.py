@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import mlx.core as mx
 
 from mlxserve.engine.scheduler import ScheduledBatch, ScheduledSequence
 from mlxserve.engine.target import StepInputs
+from mlxserve.models.kept_arrays import KeptArray, ints, padded_tables
 
 # No numpy here, whose code a step would read from memory that the kernels have just driven from the caches.
 
@@ -19,8 +19,8 @@ class StepArrays:
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
-        self._q_starts = _Kept(_ints)
-        self._tables = _Kept(_padded)
+        self._q_starts: KeptArray[list[int]] = KeptArray(ints)
+        self._tables: KeptArray[list[tuple[int, ...]]] = KeptArray(padded_tables)
 
     def build(self, batch: ScheduledBatch, previous: mx.array | None) -> StepInputs:
         """The arrays of a batch; ``previous`` holds the samples that pending inputs refer to."""
@@ -40,37 +40,14 @@ class StepArrays:
             q_starts.append(num_tokens)
             kv_lens.append(end)
         return StepInputs(
-            positions=_ints(positions),
-            slot_mapping=_ints(slots),
+            positions=ints(positions),
+            slot_mapping=ints(slots),
             block_tables=self._tables.get([row.pages for row in rows]),
             q_starts=self._q_starts.get(q_starts),
-            kv_lens=_ints(kv_lens),
+            kv_lens=ints(kv_lens),
             token_ids=_token_ids(rows, q_starts, previous),
-            sampled_rows=None if len(sampled) == len(positions) else _ints(sampled),
+            sampled_rows=None if len(sampled) == len(positions) else ints(sampled),
         )
-
-
-class _Kept:
-    """The array that ``make`` made last, and what of."""
-
-    def __init__(self, make: Callable[[Any], mx.array]) -> None:
-        self._make = make
-        self._values: Any = None
-        self._array: mx.array | None = None
-
-    def get(self, values: Any) -> mx.array:
-        if self._array is None or values != self._values:
-            self._values, self._array = values, self._make(values)
-        return self._array
-
-
-def _ints(values: list[Any]) -> mx.array:
-    return mx.array(values, dtype=mx.int32)
-
-
-def _padded(tables: Sequence[tuple[int, ...]]) -> mx.array:
-    width = max(map(len, tables))
-    return _ints([table + (0,) * (width - len(table)) for table in tables])
 
 
 def _token_ids(
@@ -78,11 +55,11 @@ def _token_ids(
 ) -> mx.array:
     places = [start for row, start in zip(rows, q_starts, strict=False) if row.pending_slot is not None]
     if not places:
-        return _ints([token for row in rows for token in row.token_ids])
+        return ints([token for row in rows for token in row.token_ids])
     assert previous is not None, "a pending input without a step in flight"
     slots = [row.pending_slot for row in rows if row.pending_slot is not None]
     if len(places) == q_starts[-1]:
-        return previous if slots == list(range(previous.size)) else previous[_ints(slots)]
-    token_ids = _ints([token for row in rows for token in row.token_ids])
-    token_ids[_ints(places)] = previous[_ints(slots)]
+        return previous if slots == list(range(previous.size)) else previous[ints(slots)]
+    token_ids = ints([token for row in rows for token in row.token_ids])
+    token_ids[ints(places)] = previous[ints(slots)]
     return token_ids

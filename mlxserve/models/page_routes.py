@@ -16,6 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlxserve.models.kept_arrays import KeptArray, ints, padded_tables
 from mlxserve.models.paged import LayerPages, LayerSpec, Metadata, ModelPages, PagedMetadata
 from mlxserve.models.tail_table import Run, TailTable
 from mlxserve_kernels import ops
@@ -74,7 +75,7 @@ class TailedModelPages(ModelPages):
     def __init__(self, specs: Iterable[LayerSpec], page_size: int) -> None:
         super().__init__(specs, page_size)
         self._table = TailTable(page_size)
-        self._kept_tables: tuple[list[tuple[int, ...]], mx.array] | None = None
+        self._block_tables: KeptArray[list[tuple[int, ...]]] = KeptArray(padded_tables)
 
     def resize(self, num_pages: int) -> None:
         super().resize(num_pages)
@@ -103,19 +104,12 @@ class TailedModelPages(ModelPages):
         pieces = [(*piece, *(0,) * (PIECE_SIZE - 4)) for piece in self._table.place(runs)]
         return replace(
             metadata,
-            block_tables=self._block_tables([self._table.entries(run.pages) for run in runs]),
-            pieces=mx.array(pieces, dtype=mx.int32),
+            block_tables=self._block_tables.get([self._table.entries(run.pages) for run in runs]),
+            pieces=ints(pieces),
         )
 
     def entries(self, pages: Sequence[int]) -> Sequence[int]:
         return self._table.entries(pages)
-
-    def _block_tables(self, tables: list[tuple[int, ...]]) -> mx.array:
-        if self._kept_tables is None or self._kept_tables[0] != tables:
-            width = max(map(len, tables))
-            padded = [table + (0,) * (width - len(table)) for table in tables]
-            self._kept_tables = tables, mx.array(padded, dtype=mx.int32)
-        return self._kept_tables[1]
 
     @property
     def _tailed(self) -> list[TailedLayerPages]:

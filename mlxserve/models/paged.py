@@ -149,11 +149,11 @@ class LayerPages:
     def _write(self, rows: KvRows, metadata: PagedMetadata) -> mx.array | None:
         """Returns q of the rows, turned."""
         bits = self.spec.kv_bits
-        if rows.rope is None or rows.q is None:
+        if rows.q is None:
             self.keys, self.values = ops.write_pages(
                 self.keys, self.values, rows.k, rows.v, metadata.slot_mapping, kv_bits=bits
             )
-            return rows.q
+            return None
         q, self.keys, self.values = ops.rope_and_write_pages(
             rows.q,
             rows.k,

@@ -59,7 +59,7 @@ def test_on_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (parity,) = found["parity"]
     assert parity["tokens_equal"] is True
     assert 0 <= parity["largest_logit_difference"] < 0.02
-    assert [entry["route"] for entry in found["routes"]] == list(reversed(mac_report.ROUTES))
+    assert [entry["route"] for entry in found["routes"]] == list(reversed(dispatch.PAGE_ROUTES))
     assert all(entry["tokens_equal"] and entry["decode_tok_s"] > 0 for entry in found["routes"])
     assert [entry["streams"] for entry in found["speed"]] == [1, 2]
     assert found["speed"][0]["mlx"]["decode_tok_s"] > 0

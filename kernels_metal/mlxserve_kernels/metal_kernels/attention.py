@@ -17,6 +17,7 @@ from mlxserve_kernels.metal_kernels.maker import (
     SIMD_SIZE,
     KernelMaker,
 )
+from mlxserve_kernels.metal_kernels.weights import padded
 
 SPLIT_KEYS = 256
 """Keys of a split (split_keys in attention.h): where a context is cut, whatever its length."""
@@ -174,8 +175,12 @@ class AttentionKernels:
         )
 
         params = mx.array([scale, softcap or 1.0, *[0.0] * 6], dtype=mx.float32)
-        tables, starts, lengths = _padded_columns(block_tables), _padded(q_starts), _padded(kv_lens)
-        logits = params if sinks is None else _padded(sinks.astype(mx.float32))
+        tables, starts, lengths = (
+            _padded_columns(block_tables),
+            padded(q_starts, MIN_DEVICE_SIZE),
+            padded(kv_lens, MIN_DEVICE_SIZE),
+        )
+        logits = params if sinks is None else padded(sinks.astype(mx.float32), MIN_DEVICE_SIZE)
         inputs = [q, k_pool, v_pool, k_tail if has_tail else k_pool, v_tail if has_tail else v_pool]
         inputs += [tables, starts, lengths, params]
         types: list[tuple[str, Any]] = [("T", q.dtype), ("KV", k_pool.dtype), ("BITS", shape.bits)]
@@ -296,12 +301,7 @@ def _check_tails(
     return True
 
 
-def _padded(a: mx.array) -> mx.array:
-    """At least MIN_DEVICE_SIZE elements."""
-    return mx.pad(a, (0, MIN_DEVICE_SIZE - a.size)) if a.size < MIN_DEVICE_SIZE else a
-
-
 def _padded_columns(a: mx.array) -> mx.array:
-    """The same for a table: more columns."""
+    """At least MIN_DEVICE_SIZE elements: more columns."""
     missing = -(-MIN_DEVICE_SIZE // a.shape[0]) - a.shape[1]
     return mx.pad(a, [(0, 0), (0, missing)]) if missing > 0 else a

@@ -9,6 +9,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlxserve_kernels.dispatch import FLOAT_TYPES as FLOAT_TYPES
+
 KernelCall = Callable[..., list[mx.array]]
 KernelMaker = Callable[..., KernelCall]
 
@@ -16,8 +18,6 @@ SIMD_SIZE = 32
 MAX_THREADS = 1024
 MIN_DEVICE_SIZE = 8
 """Smaller inputs arrive in the `constant` address space, which the kernels do not take."""
-
-FLOAT_TYPES = (mx.float32, mx.float16, mx.bfloat16)
 
 HOST_PERMISSIONS = {
     "writable_inputs": frozenset({"k_pool", "v_pool"}),
