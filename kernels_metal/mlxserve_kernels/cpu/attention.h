@@ -46,8 +46,7 @@ struct Block {
   const float* key[KB / W];  // vector v of dimension d is at key[v] + d * key_stride
   long key_stride;
   const float* value[KB];    // rows of at least width() floats
-  bool is_packed;            // instead of the above:
-  PackedBlock packed;
+  PackedBlock packed;  // of quantized pages, instead of the above
 };
 
 // Memory of an item.
@@ -121,88 +120,7 @@ INLINE const char* key_at(const Attention& a, const AttentionItem& item, long po
   return (const char*)a.keys + (row * a.page + position % a.page) * item_size(a.format);
 }
 
-struct QuantizedHeads {
-  const uint8_t *keys, *values;
-  long at;  // row of the position in its page
-};
-
-// The quantized page of a position, as far as it is the item's head.
-INLINE QuantizedHeads heads_at(const Attention& a, const AttentionItem& item, long position) {
-  long page = a.block_tables[item.sequence * a.max_pages + position / a.page];
-  long head = (page * a.kv_heads + item.kv_head) * a.page;
-  return {(const uint8_t*)a.keys + head * kv_row_bytes(a.format, a.dim),
-          (const uint8_t*)a.values + head * kv_row_bytes(a.format, a.value_dim), position % a.page};
-}
-
-INLINE void prefetch_quantized(const Attention& a, const AttentionItem& item, long position, long end) {
-  while (position < end) {
-    QuantizedHeads heads = heads_at(a, item, position);
-    long count = least(a.page - heads.at, KB);
-    prefetch_head(a.format, heads.keys, a.page, a.dim, heads.at, count, true);
-    prefetch_head(a.format, heads.values, a.page, a.value_dim, heads.at, count, false);
-    position += count;
-  }
-}
-
-// Whole pages line by line. Where pages and blocks do not begin together the part that it needs, at once.
-static void look_ahead(const Attention& a, const AttentionItem& item, PackedBlock& block, long position, long end) {
-  if (KB % a.page != 0) return prefetch_quantized(a, item, position, end);
-  block.ahead_keys.lines = a.page * kv_row_bytes(a.format, a.dim) / 64;
-  block.ahead_values.lines = a.page * kv_row_bytes(a.format, a.value_dim) / 64;
-  for (; position < end; position += a.page) {
-    QuantizedHeads heads = heads_at(a, item, position);
-    block.ahead_keys.from[block.ahead_keys.count++] = (const char*)heads.keys;
-    block.ahead_values.from[block.ahead_values.count++] = (const char*)heads.values;
-  }
-}
-
-// Columns of kKvPageUnit rows of `groups` floats, KB apart.
-INLINE void turn(const float* from, long groups, float* to) {
-  for (long row = 0; row < kKvPageUnit; row += W, from += W * groups, to += W) {
-    if (groups == 1) {
-      store(to, load(from));
-    } else if (groups == 2) {
-      store(to, evens(load(from), load(from + W)));
-      store(to + KB, odds(load(from), load(from + W)));
-    } else if (groups == 4) {
-      const vf a = load(from), b = load(from + W), c = load(from + 2 * W), d = load(from + 3 * W);
-      store(to, evens(evens(a, b), evens(c, d)));
-      store(to + KB, evens(odds(a, b), odds(c, d)));
-      store(to + 2 * KB, odds(evens(a, b), evens(c, d)));
-      store(to + 3 * KB, odds(odds(a, b), odds(c, d)));
-    } else {
-      for (long g = 0; g < groups; ++g)
-        for (long l = 0; l < W; ++l) to[g * KB + l] = from[l * groups + g];
-    }
-  }
-}
-
-// Points a packed block to its keys and values. Units wholly outside of [from, to) get another one of the block:
-// their scores are never used.
-static void find_packed(const Attention& a, const AttentionItem& item, Block& block, float* scales) {
-  const long key_bytes = a.page * kv_row_integers(a.format, a.dim);
-  const long row = kv_row_integers(a.format, a.value_dim), groups = a.value_dim / kKvGroup;
-  const int* pages = a.block_tables + item.sequence * a.max_pages;
-  PackedBlock& packed = block.packed;
-  packed.value_scales = scales, packed.value_biases = scales + groups * KB;
-  const long first = block.from / kKvPageUnit, end = ceil_div(block.to, kKvPageUnit);
-  const long position = block.begin + first * kKvPageUnit;
-  long index = position / a.page, at = position % a.page;
-  for (long u = first; u < end; ++u) {
-    const long head = (pages[index] * a.kv_heads + item.kv_head) * a.page;
-    const uint8_t* keys = (const uint8_t*)a.keys + head * kv_row_bytes(a.format, a.dim);
-    const uint8_t* values = (const uint8_t*)a.values + head * kv_row_bytes(a.format, a.value_dim);
-    packed.unit[u] = {keys + at, (const float*)(keys + key_bytes) + at, values + at * row};
-    const float* value_scales = (const float*)(values + a.page * row) + at * groups;
-    turn(value_scales, groups, scales + u * kKvPageUnit);
-    if (a.format == Format::kv4)
-      turn(value_scales + a.page * groups, groups, scales + groups * KB + u * kKvPageUnit);
-    at += kKvPageUnit;
-    if (at == a.page) at = 0, ++index;
-  }
-  for (long u = 0; u < kUnits; ++u)
-    if (u < first || u >= end) packed.unit[u] = packed.unit[first];
-}
+#include "packed_pages.h"
 
 // Asks for the next block of keys and values: in decode each is read once, and pages lie anywhere.
 INLINE void prefetch(const Attention& a, const AttentionItem& item, long position, long end) {
@@ -379,7 +297,7 @@ INLINE void add_values(const Block& block, const float* weights, long from, long
 template <int R>
 INLINE void add_weighted(const Attention& a, const Block& block, const float* weights, long from, long to,
                          const float* factors, float* values, long width, float* scaled) {
-  if (!block.is_packed)
+  if (!is_quantized(a.format))
     add_values<R>(block, weights, from, to, factors, values, width);
   else
     (a.format == Format::kv8 ? add_packed_values<Format::kv8, R> : add_packed_values<Format::kv4, R>)(
@@ -402,7 +320,7 @@ static void attend_tile(const Attention& a, const AttentionItem& item, const Blo
   if (!any) return;
   const float *q = scratch.queries + first * a.dim, *sums = scratch.sums + first * (a.dim / kKvGroup);
   float* scores = scratch.scores;
-  if (!block.is_packed) scores_of<R>(q, block, a.dim, scores);
+  if (!is_quantized(a.format)) scores_of<R>(q, block, a.dim, scores);
   else
     (a.format == Format::kv8 ? packed_scores<Format::kv8, R> : packed_scores<Format::kv4, R>)(
         q, sums, block.packed, a.page, a.dim, scores);
@@ -441,9 +359,8 @@ static void run_split(const Attention& a, const AttentionItem& item, long split,
     block.begin = position;
     block.from = most(0, all.begin - position);
     block.to = least(KB, all.end - position);
-    block.is_packed = is_quantized(a.format);
     const long next_end = least(position + 2 * KB, all.end);
-    if (block.is_packed) {
+    if (is_quantized(a.format)) {
       find_packed(a, item, block, scratch.value_scales);
       if (state.rows <= 2 * AR) look_ahead(a, item, block.packed, position + KB, next_end);
     } else {
