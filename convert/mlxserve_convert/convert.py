@@ -1,29 +1,106 @@
-"""The one entry: looks at the source and hands it to the reader of its format."""
+"""The one entry: opens the source by its format, plans, and writes a folder."""
 
 from __future__ import annotations
 
+import hashlib
+from dataclasses import fields
 from pathlib import Path
 
 from mlxserve.errors import ConversionError
-from mlxserve_convert.gguf_import import import_gguf
-from mlxserve_convert.hf_convert import convert_folder
-from mlxserve_convert.options import ConvertOptions, ConvertReport, Progress
+from mlxserve_convert.checkpoint import Checkpoint
+from mlxserve_convert.gguf_checkpoint import open_gguf
+from mlxserve_convert.hf_checkpoint import open_hf
+from mlxserve_convert.options import ConvertOptions, ConvertReport, OnProgress
+from mlxserve_convert.output_folder import OutputFolder, write_json
+from mlxserve_convert.plan import Plan, make_plan
+from mlxserve_convert.streaming import StreamedOutput, memory_limit
+from mlxserve_convert.verify import verify_folder
+
+_NOT_IN_PURPOSE = frozenset({"force", "dry_run", "check", "memory_limit"})
+"""Options that change nothing in the tensors."""
 
 
 def convert(
-    source: Path, output: Path, options: ConvertOptions, on_progress: Progress | None = None
+    source: Path, output: Path, options: ConvertOptions, on_progress: OnProgress | None = None
 ) -> ConvertReport:
     """Converts a GGUF file or a Hugging Face folder into an MLX folder.
 
-    The output appears as a whole or not at all. Raises ConversionError (or UnsupportedModelError) with
-    one line on anything that is wrong with the source, the options for it, or the output.
+    The output appears as a whole or not at all; an interrupted conversion goes on when it is asked for
+    again. Raises ConversionError (or UnsupportedModelError) with one line on anything that is wrong with the
+    source, the options for it, or the output.
     """
-    source = source.expanduser()
+    source, output = source.expanduser(), output.expanduser()
     if not source.exists():
         raise ConversionError(f"{source}: no such file or folder")
-    if source.resolve().is_relative_to(output.expanduser().resolve()):
+    if source.resolve().is_relative_to(output.resolve()):
         raise ConversionError(f"{output}: holds the source {source}, choose another output")
-    output = output.expanduser()
+    limit = memory_limit(options.memory_limit)
+    with open_checkpoint(source) as checkpoint:
+        plan = make_plan(checkpoint, options)
+        folder = OutputFolder(output, purpose=_purpose(checkpoint, options), force=options.force)
+        folder.check(plan.num_bytes)
+        if options.dry_run:
+            return _report(checkpoint, output, plan)
+        with folder:
+            return _write(checkpoint, plan, options, folder, limit, on_progress)
+
+
+def open_checkpoint(source: Path) -> Checkpoint:
+    """The reader of a source's format."""
     if source.is_file():
-        return import_gguf(source, output, options, on_progress)
-    return convert_folder(source, output, options, on_progress)
+        return open_gguf(source)
+    return open_hf(source)
+
+
+def _write(
+    checkpoint: Checkpoint,
+    plan: Plan,
+    options: ConvertOptions,
+    folder: OutputFolder,
+    limit: int,
+    on_progress: OnProgress | None,
+) -> ConvertReport:
+    output = StreamedOutput(plan, folder.path, limit, options.dtype)
+    output.write(on_progress)
+    write_json(folder.path / "config.json", plan.config)
+    checkpoint.write_texts(folder.path)
+    num_bytes = sum(tensor.num_bytes for tensor in output.tensors)
+    verified = "not checked: switched off"
+    if options.check != "never":
+        verified = verify_folder(folder.path, num_bytes)
+    return ConvertReport(
+        source=checkpoint.path,
+        output=folder.target,
+        source_format=checkpoint.source_format,
+        model_type=plan.config["model_type"],
+        tensors=tuple(output.tensors),
+        warnings=(*plan.warnings, *output.warnings),
+        verified=verified,
+        is_dry_run=False,
+        num_resumed=output.num_resumed,
+    )
+
+
+def _report(checkpoint: Checkpoint, output: Path, plan: Plan) -> ConvertReport:
+    return ConvertReport(
+        source=checkpoint.path,
+        output=output,
+        source_format=checkpoint.source_format,
+        model_type=plan.config["model_type"],
+        tensors=tuple(target.planned() for target in plan.targets),
+        warnings=plan.warnings,
+        verified="not checked: nothing was written",
+        is_dry_run=True,
+    )
+
+
+def _purpose(checkpoint: Checkpoint, options: ConvertOptions) -> str:
+    """What decides every byte of the output: the source as it is now, and the options."""
+    wishes = [
+        f"{f.name}={getattr(options, f.name)!r}" for f in fields(options) if f.name not in _NOT_IN_PURPOSE
+    ]
+    return hashlib.sha256("\n".join([_FORMAT, checkpoint.identity, *wishes]).encode()).hexdigest()
+
+
+_FORMAT = "1"
+"""Goes up when the same source and options give other bytes."""

@@ -7,79 +7,101 @@ A Q4_0, Q4_1 or Q8_0 block holds 32 weights and one scale, which is MLX's affine
     Q4_0   q in 0..15, scale d, bias -8 d
     Q8_0   q + 128 in 0..255, scale d, bias -128 d
 
-Scales and biases are returned as float32. All products and sums above are exact in float32 (d and m
-have 11 significant bits, q at most 8), while MLX computes in the dtype of the scales, where float16
-would round. Formats: ggml's ``ggml-common.h``.
+Scales and biases are float32. All products and sums above are exact in float32 (d and m have 11
+significant bits, q at most 8), while MLX computes in the dtype of the scales, where float16 would round.
+Formats: ggml's ``ggml-common.h``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 
 from mlxserve_convert.gguf_file import GGUFFile, GGUFTensor
+from mlxserve_convert.weights import Layout, Packed, Weight
 
 GROUP_SIZE = 32
 
-FLOAT_TYPES = ("F32", "F16", "BF16")
-QUANTIZED_BITS = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}
-SUPPORTED_TYPES = (*FLOAT_TYPES, *QUANTIZED_BITS)
+_FLOATS = {"F32": (np.float32, mx.float32), "F16": (np.float16, mx.float16), "BF16": (np.uint16, mx.bfloat16)}
+_AFFINE_BITS = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}
+SUPPORTED_TYPES = (*_FLOATS, *_AFFINE_BITS)
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-Words = np.ndarray[Any, np.dtype[np.uint32]]
-Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 
-@dataclass(frozen=True, slots=True)
-class AffineRows:
-    """A quantized matrix in MLX's layout: ``weight[rows, columns * bits / 32]`` of uint32, lowest bits
-    first; ``scales`` and ``biases`` ``[rows, columns / 32]`` of float32."""
-
-    weight: Words
-    scales: Floats
-    biases: Floats
-    bits: int
-
-    def take_rows(self, order: np.ndarray[Any, np.dtype[np.int64]]) -> AffineRows:
-        return AffineRows(self.weight[order], self.scales[order], self.biases[order], self.bits)
+def gguf_weight(file: GGUFFile, tensor: GGUFTensor) -> Weight:
+    """A tensor of a supported type."""
+    if tensor.type_name in _FLOATS:
+        return _FloatBlocks(file, tensor)
+    return _AffineBlocks(file, tensor)
 
 
-def read_float(file: GGUFFile, tensor: GGUFTensor) -> np.ndarray[Any, Any]:
-    """A float tensor as stored. BF16 comes as uint16, since numpy has no such type."""
-    dtype = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}[tensor.type_name]
-    return file.data(tensor.name).view(dtype).reshape(tensor.shape)
+class _Blocks(Weight):
+    """Rows of a tensor as they lie in the file."""
+
+    def __init__(self, file: GGUFFile, tensor: GGUFTensor, dtype: mx.Dtype, *, is_quantized: bool) -> None:
+        super().__init__(tensor.shape, dtype, frozenset({tensor.type_name}), is_quantized=is_quantized)
+        self._file = file
+        self._tensor = tensor
+        self._row_bytes = tensor.num_bytes // max(self.num_rows, 1)
+
+    def _raw(self, start: int, stop: int) -> Bytes:
+        """Bytes [rows, bytes of a row], a view of the file."""
+        data = self._file.data(self._tensor.name)[start * self._row_bytes : stop * self._row_bytes]
+        return data.reshape(stop - start, self._row_bytes)
+
+    def prefetch(self, start: int, stop: int) -> None:
+        first = self._tensor.offset + start * self._row_bytes
+        self._file.prefetch(first, (stop - start) * self._row_bytes)
 
 
-def read_affine(file: GGUFFile, tensor: GGUFTensor) -> AffineRows:
-    """A Q4_0, Q4_1 or Q8_0 matrix, bit by bit what the file holds."""
-    rows = tensor.num_elements // tensor.shape[-1]
-    blocks = file.data(tensor.name).reshape(rows, tensor.shape[-1] // GROUP_SIZE, -1)
-    scales = _half(blocks, 0)
-    if tensor.type_name == "Q8_0":
-        # Flipping the sign bit of an int8 adds 128 to it.
-        packed = blocks[..., 2:] ^ np.uint8(0x80)
-        return AffineRows(_words(packed, rows), scales, scales * np.float32(-128), 8)
-    if tensor.type_name == "Q4_0":
-        return AffineRows(
-            _words(_nibbles_in_order(blocks[..., 2:]), rows), scales, scales * np.float32(-8), 4
+class _FloatBlocks(_Blocks):
+    def __init__(self, file: GGUFFile, tensor: GGUFTensor) -> None:
+        self._numpy_type, dtype = _FLOATS[tensor.type_name]
+        super().__init__(file, tensor, dtype, is_quantized=False)
+
+    def read(self, start: int, stop: int) -> mx.array:
+        array = mx.array(self._raw(start, stop).view(self._numpy_type))
+        # numpy has no bfloat16.
+        return array.view(mx.bfloat16) if self.dtype == mx.bfloat16 else array
+
+
+class _AffineBlocks(_Blocks):
+    """Q4_0, Q4_1 or Q8_0, bit by bit what the file holds."""
+
+    def __init__(self, file: GGUFFile, tensor: GGUFTensor) -> None:
+        super().__init__(file, tensor, mx.float32, is_quantized=True)
+        self.layout = Layout("affine", _AFFINE_BITS[tensor.type_name], GROUP_SIZE, mx.float32)
+
+    def read(self, start: int, stop: int) -> mx.array:
+        packed = self.read_packed(start, stop)
+        assert self.layout is not None
+        assert packed.biases is not None
+        return mx.dequantize(
+            packed.words, packed.scales, packed.biases, group_size=GROUP_SIZE, bits=self.layout.bits
         )
-    return AffineRows(_words(_nibbles_in_order(blocks[..., 4:]), rows), scales, _half(blocks, 2), 4)
+
+    def read_packed(self, start: int, stop: int) -> Packed:
+        num_rows = stop - start
+        blocks = self._raw(start, stop).reshape(num_rows, self.num_columns // GROUP_SIZE, -1)
+        scales = _half(blocks, 0)
+        type_name = self._tensor.type_name
+        if type_name == "Q8_0":
+            # Flipping the sign bit of an int8 adds 128 to it.
+            return _packed(blocks[..., 2:] ^ np.uint8(0x80), scales, scales * np.float32(-128))
+        if type_name == "Q4_0":
+            return _packed(_nibbles_in_order(blocks[..., 2:]), scales, scales * np.float32(-8))
+        return _packed(_nibbles_in_order(blocks[..., 4:]), scales, _half(blocks, 2))
 
 
-def dequantize(rows: AffineRows) -> Floats:
-    """The float32 weights, exactly."""
-    packed = rows.weight.view(np.uint8)
-    if rows.bits == 4:
-        packed = np.stack((packed & 15, packed >> 4), axis=-1)
-    values = packed.reshape(*rows.scales.shape, GROUP_SIZE).astype(np.float32)
-    values *= rows.scales[..., None]
-    values += rows.biases[..., None]
-    return values.reshape(rows.weight.shape[0], -1)
+def _packed(data: Bytes, scales: np.ndarray[Any, Any], biases: np.ndarray[Any, Any]) -> Packed:
+    words = np.ascontiguousarray(data).reshape(data.shape[0], -1).view(np.uint32)
+    return Packed(mx.array(words), mx.array(scales), mx.array(biases))
 
 
-def _half(blocks: Bytes, at: int) -> Floats:
+def _half(blocks: Bytes, at: int) -> np.ndarray[Any, np.dtype[np.float32]]:
     halves = np.ascontiguousarray(blocks[..., at : at + 2]).view(np.float16)[..., 0]
     return halves.astype(np.float32)
 
@@ -90,7 +112,3 @@ def _nibbles_in_order(packed: Bytes) -> Bytes:
     low, high = packed & 15, packed >> 4
     halves = [half[..., 0::2] | (half[..., 1::2] << 4) for half in (low, high)]
     return np.concatenate(halves, axis=-1)
-
-
-def _words(packed: Bytes, rows: int) -> Words:
-    return np.ascontiguousarray(packed).reshape(rows, -1).view(np.uint32)

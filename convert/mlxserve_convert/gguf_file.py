@@ -80,6 +80,12 @@ class GGUFFile:
         tensor = self.tensors[name]
         return np.frombuffer(self._map, np.uint8, tensor.num_bytes, tensor.offset)
 
+    def prefetch(self, offset: int, num_bytes: int) -> None:
+        """Tells the system that these bytes are read soon."""
+        if num_bytes > 0:
+            first = offset // mmap.PAGESIZE * mmap.PAGESIZE
+            self._map.madvise(mmap.MADV_WILLNEED, first, offset + num_bytes - first)
+
     def close(self) -> None:
         try:
             self._map.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,34 +15,79 @@ GROUP_SIZES = (32, 64, 128)
 DTYPES = ("float16", "bfloat16", "float32")
 DEFAULT_BITS = 4
 DEFAULT_GROUP_SIZE = 64
+MODES: dict[str, tuple[int, int] | None] = {
+    "affine": None,
+    "mxfp4": (4, 32),
+    "mxfp8": (8, 32),
+    "nvfp4": (4, 16),
+}
+"""Bits and group size of each mode that has no choice of them."""
 
-Progress = Callable[[int, int, str], None]
-"""Called with the bytes of the source done so far, their total, and the tensor at hand."""
+CheckMode = Literal["auto", "never", "force"]
 
-VerifyMode = Literal["auto", "never"]
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Bytes of the result: written so far (those of an earlier, interrupted run included), and in all."""
+
+    done_bytes: int
+    total_bytes: int
+    tensor: str
+
+
+OnProgress = Callable[[Progress], None]
 
 
 @dataclass(frozen=True, slots=True)
 class ConvertOptions:
-    """``bits`` None: a quantized source is imported exactly, a float source becomes 4-bit.
-    ``dtype`` None: the source's. ``verify`` "auto" runs a few tokens through the result, unless it is
-    too large for this machine's memory. Raises UsageError on an impossible value.
+    """``bits``, ``mode`` and ``recipe`` None: a quantized source keeps its layouts, a float source becomes
+    affine 4-bit. ``dtype`` None: the source's. ``dequantize``: everything becomes floats. ``memory_limit``
+    bounds the anonymous memory in bytes (None: a quarter of the machine's). ``check`` "auto" compares the
+    result with the source where both fit, "force" keeps the result even if they differ too much.
+    Raises UsageError on an impossible value or pair of values.
     """
 
     bits: int | None = None
     group_size: int | None = None
+    mode: str | None = None
+    recipe: str | None = None
+    target_bpw: float | None = None
     dtype: str | None = None
+    dequantize: bool = False
     force: bool = False
     dry_run: bool = False
-    verify: VerifyMode = "auto"
+    check: CheckMode = "auto"
+    memory_limit: int | None = None
 
     def __post_init__(self) -> None:
+        if self.mode is not None and self.mode not in MODES:
+            raise UsageError(f"--mode {self.mode} is not possible, only: {', '.join(MODES)}")
         if self.bits is not None and self.bits not in BITS:
             raise UsageError(f"--bits {self.bits} is not possible, only: {_listed(BITS)}")
-        if self.group_size is not None and self.group_size not in GROUP_SIZES:
+        fixed = MODES[self.mode or "affine"]
+        if fixed is not None:
+            self._check_fixed(*fixed)
+        elif self.group_size is not None and self.group_size not in GROUP_SIZES:
             raise UsageError(f"--group-size {self.group_size} is not possible, only: {_listed(GROUP_SIZES)}")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise UsageError(f"--dtype {self.dtype} is not possible, only: {', '.join(DTYPES)}")
+        if self.dequantize and self.wants_quantization:
+            raise UsageError(
+                "--dequantize makes floats: --bits, --group-size, --mode and --recipe do not go with it"
+            )
+
+    def _check_fixed(self, bits: int, group_size: int) -> None:
+        if self.bits not in (None, bits):
+            raise UsageError(f"--bits {self.bits} is not possible with --mode {self.mode}, only: {bits}")
+        if self.group_size not in (None, group_size):
+            raise UsageError(
+                f"--group-size {self.group_size} is not possible with --mode {self.mode}, only: {group_size}"
+            )
+
+    @property
+    def wants_quantization(self) -> bool:
+        """Whether anything says how matrices are to be quantized."""
+        return any(value is not None for value in (self.bits, self.group_size, self.mode, self.recipe))
 
 
 def _listed(values: tuple[int, ...]) -> str:
@@ -50,38 +96,45 @@ def _listed(values: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PlannedTensor:
-    """One parameter of the output. ``bits`` and ``group_size`` are None for one that stays as floats;
-    ``is_matrix`` tells whether it belongs to a module that could be quantized at all."""
+    """One parameter of the output. ``mode``, ``bits`` and ``group_size`` are None for one that stays as
+    floats, of ``dtype``; ``is_matrix`` tells whether it belongs to a module that could be quantized at all,
+    ``is_exact`` whether each of its values is that of the source."""
 
     name: str
     shape: tuple[int, ...]
     source_type: str
+    dtype: str
+    mode: str | None
     bits: int | None
     group_size: int | None
+    num_bytes: int
     is_matrix: bool
+    is_exact: bool
 
     @property
     def num_elements(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class ConvertReport:
     """What was written, or with ``is_dry_run`` what would be. ``num_bytes`` counts tensors alone.
-    ``verified`` says how the result was checked, or why it was not."""
+    ``verified`` says how the result was checked, or why it was not. ``num_resumed`` counts the tensors that
+    an interrupted run had written already."""
 
     source: Path
     output: Path
     source_format: str
     model_type: str
     tensors: tuple[PlannedTensor, ...]
-    num_bytes: int
     warnings: tuple[str, ...]
     verified: str
     is_dry_run: bool
+    num_resumed: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.num_bytes for tensor in self.tensors)
 
     @property
     def num_parameters(self) -> int:
@@ -99,3 +152,7 @@ class ConvertReport:
     @property
     def unquantized_matrices(self) -> tuple[str, ...]:
         return tuple(tensor.name for tensor in self.tensors if tensor.is_matrix and tensor.bits is None)
+
+    @property
+    def inexact_tensors(self) -> tuple[PlannedTensor, ...]:
+        return tuple(tensor for tensor in self.tensors if not tensor.is_exact)

@@ -7,12 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mlxserve.errors import UsageError
-
 if TYPE_CHECKING:
     from mlxserve_convert import ConvertReport
 
-_MODES = ("affine",)
 _SHOWN_NAMES = 5
 
 
@@ -31,7 +28,10 @@ def convert_command(
         int | None,
         typer.Option(metavar="N", help="Weights that share a scale: 32, 64 or 128 (default: 64)."),
     ] = None,
-    mode: Annotated[str, typer.Option(metavar="MODE", help="Kind of quantization: affine.")] = "affine",
+    mode: Annotated[
+        str | None,
+        typer.Option(metavar="MODE", help="affine, mxfp4, mxfp8 or nvfp4 (default: affine)."),
+    ] = None,
     dtype: Annotated[
         str | None,
         typer.Option(metavar="TYPE", help="float16, bfloat16 or float32 (default: the source's)."),
@@ -40,7 +40,7 @@ def convert_command(
         bool, typer.Option("--dry-run", help="Print what would be done for each matrix and write nothing.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing output folder.")] = False,
-    verify: Annotated[
+    check: Annotated[
         bool, typer.Option(help="Run a few tokens through the result before it is kept.")
     ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
@@ -61,15 +61,14 @@ def convert_command(
     from mlxserve.hub.store import models_dir
     from mlxserve_convert import ConvertOptions, convert
 
-    if mode not in _MODES:
-        raise UsageError(f"--mode {mode} is not supported, only: {', '.join(_MODES)}")
     options = ConvertOptions(
         bits=bits,
         group_size=group_size,
         dtype=dtype,
         force=force,
         dry_run=dry_run,
-        verify="auto" if verify else "never",
+        mode=mode,
+        check="auto" if check else "never",
     )
     console = Console(stderr=True)
     found = None if Path(source).exists() else resolve(source)

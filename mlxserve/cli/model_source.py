@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,10 +12,14 @@ from typing import Literal
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from mlxserve.errors import ConversionError
 from mlxserve.hub import BUILTIN_MODELS, ModelSource, import_folder, pull_builtin, pull_repository, resolve
 from mlxserve_convert import ConvertOptions, convert
-from mlxserve_convert.options import Progress as OnProgress
+from mlxserve_convert import Progress as Written
+from mlxserve_convert.options import OnProgress
+from mlxserve_convert.output_folder import OutputBusyError
+
+_BUSY_SECONDS = 0.5
+"""Between looks at an import that another process is busy with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +61,13 @@ def fetch(source: ModelSource, *, console: Console) -> Path:
 
 def _imported(gguf: Path, *, console: Console) -> Path:
     folder = import_folder(gguf)
-    if folder.is_dir():
-        return folder
-    try:
-        with conversion_progress(console, f"Importing {gguf.name}") as on_progress:
-            convert(gguf, folder, ConvertOptions(), on_progress)
-    except ConversionError:
-        # Another process may have finished the same import first.
-        if not folder.is_dir():
-            raise
+    while not folder.is_dir():
+        try:
+            with conversion_progress(console, f"Importing {gguf.name}") as on_progress:
+                convert(gguf, folder, ConvertOptions(), on_progress)
+        except OutputBusyError:
+            with console.status(f"Another process imports {gguf.name}"):
+                time.sleep(_BUSY_SECONDS)
     return folder
 
 
@@ -76,7 +79,7 @@ def conversion_progress(console: Console, title: str) -> Iterator[OnProgress]:
     with Progress(*columns, console=console, transient=True, disable=is_hidden) as progress:
         task = progress.add_task(title, total=None)
 
-        def update(done: int, total: int, name: str) -> None:
-            progress.update(task, completed=done, total=total)
+        def update(written: Written) -> None:
+            progress.update(task, completed=written.done_bytes, total=written.total_bytes)
 
         yield update

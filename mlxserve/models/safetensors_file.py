@@ -23,12 +23,14 @@ _ITEM_BITS = {
 
 @dataclass(frozen=True, slots=True)
 class SourceTensor:
-    """``dtype`` is safetensors' name of the type."""
+    """``dtype`` is safetensors' name of the type. The data lies in ``file`` from byte ``offset`` on."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     num_bytes: int
+    file: Path
+    offset: int
 
 
 def read_tensors(folder: Path) -> tuple[tuple[Path, ...], dict[str, SourceTensor]]:
@@ -102,7 +104,7 @@ def read_header(path: Path) -> list[SourceTensor]:
     try:
         header = json.loads(raw)
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        tensors = [_header_entry(name, entry) for name, entry in entries.items()]
+        tensors = [_header_entry(name, entry, path, 8 + length) for name, entry in entries.items()]
         end = max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ModelLoadError(f"{path}: the safetensors header is damaged: {error}") from error
@@ -113,7 +115,7 @@ def read_header(path: Path) -> list[SourceTensor]:
     return tensors
 
 
-def _header_entry(name: str, entry: dict[str, Any]) -> SourceTensor:
+def _header_entry(name: str, entry: dict[str, Any], path: Path, data_start: int) -> SourceTensor:
     shape = tuple(int(size) for size in entry["shape"])
     begin, end = (int(offset) for offset in entry["data_offsets"])
     count = 1
@@ -122,4 +124,4 @@ def _header_entry(name: str, entry: dict[str, Any]) -> SourceTensor:
     bits = _ITEM_BITS.get(entry["dtype"])
     if begin < 0 or end < begin or (bits is not None and (end - begin) * 8 != count * bits):
         raise ValueError(f"tensor {name!r} of type {entry['dtype']} and shape {shape} spans {begin} to {end}")
-    return SourceTensor(name, entry["dtype"], shape, end - begin)
+    return SourceTensor(name, entry["dtype"], shape, end - begin, path, data_start + begin)

@@ -129,13 +129,13 @@ def test_missing_extra_and_misshapen_tensors_are_named(tmp_path: Path) -> None:
     weights = random_weights(LLAMA)
     del weights["model.layers.1.mlp.up_proj.weight"]
     write_gguf(path, LLAMA, weights, Kind.F16)
-    assert "the tensor for model.layers.1.mlp.up_proj.weight is missing" in refusal(path)
+    assert "tensor 'model.layers.1.mlp.up_proj.weight' is missing" in refusal(path)
     extra = {"blk.0.ffn_gate_inp.weight": np.ones((4, 64), np.float32)}
     write_gguf(path, LLAMA, random_weights(LLAMA), Kind.F16, extra=extra)
     assert "tensor 'blk.0.ffn_gate_inp.weight' has no place in a llama model" in refusal(path)
     wrong = random_weights({**LLAMA, "intermediate_size": 64})
     write_gguf(path, LLAMA, wrong, Kind.F16)
-    assert "has shape (64, 64), the metadata asks for (96, 64)" in refusal(path)
+    assert "has shape (64, 64), the configuration asks for (96, 64)" in refusal(path)
 
 
 def test_missing_file_and_wrong_kind(tmp_path: Path) -> None:

@@ -72,13 +72,11 @@ def test_mixed_types_get_an_entry_for_each_module_that_differs(tmp_path: Path) -
     held = write_gguf(tmp_path / "tiny.gguf", LLAMA, random_weights(LLAMA), Kind.Q4_1, kinds=kinds)
     report = convert(tmp_path / "tiny.gguf", tmp_path / "out", ConvertOptions())
     quantization = json.loads((tmp_path / "out" / "config.json").read_text())["quantization"]
-    assert quantization == {
-        "group_size": 32,
-        "bits": 4,
-        "mode": "affine",
-        "model.embed_tokens": {"group_size": 32, "bits": 8, "mode": "affine"},
-        "lm_head": False,
-    }
+    usual = {"group_size": 32, "bits": 4, "mode": "affine"}
+    own = {"model.embed_tokens": {"group_size": 32, "bits": 8, "mode": "affine"}, "lm_head": False}
+    assert quantization.items() >= {**usual, **own}.items()
+    others = [value for key, value in quantization.items() if key not in {**usual, **own}]
+    assert others == [usual] * 14
     assert report.unquantized_matrices == ("lm_head.weight",)
     assert report.num_quantized == 15
     found = dequantized(tmp_path / "out")
@@ -108,7 +106,7 @@ def test_a_file_of_floats_can_be_quantized(tmp_path: Path, kind: Kind) -> None:
 def test_a_quantized_file_is_quantized_again_on_demand_and_says_so(tmp_path: Path, kind: Kind) -> None:
     held = write_gguf(tmp_path / "tiny.gguf", LLAMA, random_weights(LLAMA), kind)
     report = convert(tmp_path / "tiny.gguf", tmp_path / "out", ConvertOptions(bits=6, group_size=64))
-    assert f"is quantized already ({kind.name}) and is quantized again to 6 bits" in report.warnings[0]
+    assert f"is quantized already ({kind.name}) and is quantized again" in report.warnings[0]
     arrays = mx.load(str(tmp_path / "out" / "model.safetensors"))
     for module in ("lm_head", "model.layers.0.self_attn.k_proj"):
         expected = mx.quantize(mx.array(held[f"{module}.weight"]), group_size=64, bits=6)
@@ -121,7 +119,7 @@ def test_scales_near_the_float16_limit_stay_exact(tmp_path: Path, kind: Kind) ->
     # -128 d overflows float16 here, d itself does not.
     weights = {name: values * 3e5 for name, values in random_weights(LLAMA).items()}
     held = write_gguf(tmp_path / "tiny.gguf", LLAMA, weights, kind)
-    convert(tmp_path / "tiny.gguf", tmp_path / "out", ConvertOptions(verify="never"))
+    convert(tmp_path / "tiny.gguf", tmp_path / "out", ConvertOptions(check="never"))
     found = dequantized(tmp_path / "out")
     assert all(np.array_equal(found[name], held[name]) for name in held)
 

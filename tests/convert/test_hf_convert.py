@@ -12,9 +12,9 @@ import pytest
 from mlx_lm.utils import load_model
 
 from mlxserve.errors import ConversionError, UnsupportedModelError, UsageError
-from mlxserve_convert import ConvertOptions, ConvertReport, convert, hf_convert
-from mlxserve_convert.mlx_arrays import fit_group_size
-from mlxserve_convert.output_folder import ShardedWriter
+from mlxserve_convert import ConvertOptions, ConvertReport, convert, streaming
+from mlxserve_convert.layouts import fit_group_size
+from mlxserve_convert.shards import ShardedWriter
 from tests.convert.checkpoints import (
     LLAMA,
     Arrays,
@@ -216,7 +216,7 @@ def test_unknown_and_missing_tensors_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConversionError, match=r"layers\.1\.mlp\.up_proj\.weight' is missing"):
         run(write_folder(tmp_path / "b", LLAMA, weights), tmp_path / "out")
     wrong = random_weights({**LLAMA, "intermediate_size": 64})
-    with pytest.raises(ConversionError, match=r"has shape \(64, 64\), config.json asks for \(96, 64\)"):
+    with pytest.raises(ConversionError, match=r"has shape \(64, 64\), the configuration asks for \(96, 64\)"):
         run(write_folder(tmp_path / "c", LLAMA, wrong), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -298,10 +298,10 @@ def test_a_converted_folder_is_quantized_again_only_on_demand(tmp_path: Path) ->
     config = {**LLAMA, "hidden_size": 96, "intermediate_size": 80}
     source = write_folder(tmp_path / "source", config, random_weights(config))
     run(source, tmp_path / "eight", bits=8, group_size=32)
-    with pytest.raises(ConversionError, match=r"MLX model already \(8-bit, group size 32\)"):
+    with pytest.raises(ConversionError, match=r"MLX model already \(affine 8-bit\)"):
         run(tmp_path / "eight", tmp_path / "again")
     report = run(tmp_path / "eight", tmp_path / "four", bits=4, group_size=32)
-    assert "is quantized already (8-bit) and is quantized again" in report.warnings[0]
+    assert "is quantized already (affine 8-bit) and is quantized again" in report.warnings[0]
     eight = mx.load(str(tmp_path / "eight" / "model.safetensors"))
     four = mx.load(str(tmp_path / "four" / "model.safetensors"))
     parts = (eight[f"lm_head.{part}"] for part in ("weight", "scales", "biases"))
@@ -318,7 +318,7 @@ def test_values_too_large_for_float16_keep_their_tensor_as_it_is(tmp_path: Path)
     weights[HEAD][0, 0] = -1e6
     config = {**LLAMA, "torch_dtype": "bfloat16"}
     source = write_folder(tmp_path / "source", config, weights, dtype=mx.bfloat16)
-    report = run(source, tmp_path / "out", dtype="float16", verify="never")
+    report = run(source, tmp_path / "out", dtype="float16", check="never")
     assert config_of(tmp_path / "out")["torch_dtype"] == "float16"
     arrays = mx.load(str(tmp_path / "out" / "model.safetensors"))
     assert arrays["model.norm.weight"].dtype == mx.bfloat16
@@ -376,7 +376,7 @@ def test_large_outputs_are_sharded_with_an_index(tmp_path: Path, monkeypatch: py
     def small_shards(folder: Path, names: list[str]) -> ShardedWriter:
         return ShardedWriter(folder, names, max_shard_bytes=20_000)
 
-    monkeypatch.setattr(hf_convert, "ShardedWriter", small_shards)
+    monkeypatch.setattr(streaming, "ShardedWriter", small_shards)
     weights = random_weights(LLAMA)
     source = write_folder(tmp_path / "source", LLAMA, weights)
     run(source, tmp_path / "out", bits=8)
@@ -426,7 +426,7 @@ def test_memory_holds_one_tensor_and_not_the_model(tmp_path: Path) -> None:
     mx.clear_cache()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    run(source, tmp_path / "out", verify="never")
+    run(source, tmp_path / "out", check="never")
     largest = 512 * 1024 * 4
     assert total > 30 * largest
     assert mx.get_peak_memory() - before < 8 * largest

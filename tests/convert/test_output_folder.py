@@ -13,8 +13,9 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 
 from mlxserve.errors import ConversionError
-from mlxserve_convert import ConvertOptions, convert, output_folder
-from mlxserve_convert.output_folder import OutputFolder, ShardedWriter
+from mlxserve_convert import ConvertOptions, Progress, convert, output_folder, shards
+from mlxserve_convert.output_folder import OutputBusyError, OutputFolder
+from mlxserve_convert.shards import ShardedWriter
 from tests.convert.checkpoints import LLAMA, random_weights, write_folder, write_gguf
 
 
@@ -32,19 +33,55 @@ class Stop(Exception):
     pass
 
 
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, Stop, SystemExit])
-def test_any_end_in_the_middle_leaves_nothing(
+@pytest.mark.parametrize("kind", [Stop, SystemExit])
+def test_an_error_in_the_middle_leaves_nothing(
     source: Path, tmp_path: Path, kind: type[BaseException]
 ) -> None:
-    def stop(done: int, total: int, name: str) -> None:
-        partial = [path.name for path in (tmp_path / "o").iterdir()]
-        assert partial and all(name.startswith(".out.partial-") for name in partial)
-        if done * 2 > total:
+    def stop(progress: Progress) -> None:
+        assert [path.name for path in (tmp_path / "o").iterdir()] == [".out.partial"]
+        if progress.done_bytes * 2 > progress.total_bytes:
             raise kind
 
     with pytest.raises(kind):
         convert(source, tmp_path / "o" / "out", ConvertOptions(), stop)
     assert list((tmp_path / "o").iterdir()) == []
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("options", [ConvertOptions(), ConvertOptions(bits=4)], ids=["default", "4-bit"])
+def test_an_interrupted_run_goes_on_where_it_was(
+    source: Path, tmp_path: Path, options: ConvertOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards, "_SYNC_BYTES", 1)
+    convert(source, tmp_path / "whole", options)
+    seen: list[str] = []
+
+    def stop(progress: Progress) -> None:
+        seen.append(progress.tensor)
+        if progress.done_bytes * 2 > progress.total_bytes:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(source, tmp_path / "out", options, stop)
+    assert not (tmp_path / "out").exists()
+    report = convert(source, tmp_path / "out", options)
+    assert report.num_resumed >= len(set(seen)) - 1 > 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_another_conversion_does_not_go_on_with_it(source: Path, tmp_path: Path) -> None:
+    def stop(progress: Progress) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(source, tmp_path / "out", ConvertOptions(bits=8), stop)
+    assert convert(source, tmp_path / "out", ConvertOptions(bits=4)).num_resumed == 0
+    convert(source, tmp_path / "whole", ConvertOptions(bits=4))
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 def test_an_existing_output_is_refused_and_kept(source: Path, tmp_path: Path) -> None:
@@ -70,7 +107,7 @@ def test_force_replaces_the_whole_folder_only_after_success(source: Path, tmp_pa
     output.mkdir(parents=True)
     (output / "old.txt").write_text("old")
 
-    def stop(done: int, total: int, name: str) -> None:
+    def stop(progress: Progress) -> None:
         raise Stop
 
     with pytest.raises(Stop):
@@ -103,7 +140,7 @@ def test_too_little_space_is_refused_before_writing(
         free = 1000
 
     monkeypatch.setattr(output_folder.shutil, "disk_usage", lambda path: Usage)
-    with pytest.raises(ConversionError, match=r"needs 0\.00 GB, only 0\.00 GB are free"):
+    with pytest.raises(ConversionError, match=r"needs 0\.02 GB, only 0\.00 GB are free"):
         convert(source, tmp_path / "out", ConvertOptions())
     assert not (tmp_path / "out").exists()
 
@@ -112,31 +149,31 @@ def test_a_full_disk_is_one_line(source: Path, tmp_path: Path, monkeypatch: pyte
     def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(ShardedWriter, "add", full)
+    monkeypatch.setattr(shards.os, "pwrite", full)
     with pytest.raises(ConversionError, match="cannot be written: No space left on device"):
         convert(source, tmp_path / "o" / "out", ConvertOptions())
     assert list((tmp_path / "o").iterdir()) == []
 
 
-def test_leftovers_of_a_killed_run_go_and_those_of_a_living_one_stay(tmp_path: Path) -> None:
-    dead = tmp_path / ".out.partial-999999999-x"
-    alive = tmp_path / f".out.partial-{os.getppid()}-x"
-    for path in (dead, alive):
-        path.mkdir()
-    with OutputFolder(tmp_path / "out") as folder:
-        (folder.path / "config.json").write_text("{}")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [alive.name, "out"]
-
-
 def test_two_writers_of_one_output_do_not_mix(tmp_path: Path) -> None:
-    slow, quick = OutputFolder(tmp_path / "out"), OutputFolder(tmp_path / "out")
-    slow.__enter__()
-    (slow.path / "slow").write_text("")
-    with quick:
-        (quick.path / "quick").write_text("")
+    with OutputFolder(tmp_path / "out", purpose="one") as folder:
+        (folder.path / "one").write_text("")
+        with (
+            pytest.raises(OutputBusyError, match="is being written by another process"),
+            OutputFolder(tmp_path / "out", purpose="two"),
+        ):
+            pass
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["one"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_target_that_was_filled_meanwhile_is_kept(tmp_path: Path) -> None:
+    folder = OutputFolder(tmp_path / "out", purpose="one").__enter__()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("")
     with pytest.raises(ConversionError, match="meanwhile"):
-        slow.__exit__(None, None, None)
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["quick"]
+        folder.__exit__(None, None, None)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -152,7 +189,12 @@ def test_shards_hold_every_dtype_and_shape(tmp_path: Path) -> None:
     }
     writer = ShardedWriter(tmp_path, arrays, max_shard_bytes=100)
     for name, (dtype, array) in arrays.items():
-        writer.add(name, dtype, array.shape, array)
+        (stream,) = writer.begin([(name, dtype, array.shape)])
+        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        half = data.size // 2
+        writer.write(stream, half, data[half:])
+        writer.write(stream, 0, data[:half])
+        writer.end()
     files = writer.finish()
     found: dict[str, mx.array] = {}
     for file in files:

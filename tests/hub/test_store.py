@@ -103,7 +103,7 @@ def test_convert_reports_as_json_and_plans_without_writing(
             2,
             "--group-size 48 is not possible, only: 32, 64, 128",
         ),
-        (("convert", "source", "--mode", "mxfp4"), 2, "--mode mxfp4 is not supported, only: affine"),
+        (("convert", "source", "--mode", "mx4"), 2, "--mode mx4 is not possible, only: affine, mxfp4, mxfp8"),
         (("convert", "source", "--bits", "x"), 2, "Invalid value for '--bits'"),
         (("convert", "source", "--recipe", "x"), 2, "No such option"),
         (("convert", "none"), 1, "no model is named 'none'"),

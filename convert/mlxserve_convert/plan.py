@@ -1,0 +1,264 @@
+"""What becomes of each parameter: decided before anything is written, from names and shapes alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from mlxserve.errors import ConversionError, UnsupportedModelError
+from mlxserve.models.architectures import build_model, config_fields
+from mlxserve.models.rope_config import settle_rope
+from mlxserve_convert.checkpoint import Checkpoint
+from mlxserve_convert.layouts import layout_config, quantization_config
+from mlxserve_convert.options import ConvertOptions, PlannedTensor
+from mlxserve_convert.recipes import Choice, Module, Recipe, recipe_of
+from mlxserve_convert.tracing import sanitized
+from mlxserve_convert.weights import Layout, Weight
+
+_HEAD = "lm_head.weight"
+_EMBEDDING = "embed_tokens.weight"
+_OLD_ROPE_BUFFER = "rotary_emb.inv_freq"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One parameter of the output. ``layout`` None: floats of ``dtype``. ``is_kept``: the source's own
+    packed numbers are copied. ``is_matrix``: its module could be quantized."""
+
+    name: str
+    weight: Weight
+    layout: Layout | None
+    dtype: mx.Dtype
+    is_kept: bool
+    is_matrix: bool
+
+    @property
+    def module(self) -> str:
+        return self.name.removesuffix(".weight")
+
+    @property
+    def num_bytes(self) -> int:
+        weight = self.weight
+        if self.layout is not None:
+            return self.layout.num_bytes(weight.num_rows, weight.num_columns)
+        return weight.num_elements * self.dtype.size
+
+    @property
+    def is_exact(self) -> bool:
+        if self.layout is not None:
+            return self.is_kept
+        return _holds(self.dtype, self.weight.dtype)
+
+    def planned(self) -> PlannedTensor:
+        layout = self.layout
+        return PlannedTensor(
+            name=self.name,
+            shape=self.weight.shape,
+            source_type="+".join(sorted(self.weight.source_types)),
+            dtype=str(self.dtype).removeprefix("mlx.core."),
+            mode=None if layout is None else layout.mode,
+            bits=None if layout is None else layout.bits,
+            group_size=None if layout is None else layout.group_size,
+            num_bytes=self.num_bytes,
+            is_matrix=self.is_matrix,
+            is_exact=self.is_exact,
+        )
+
+
+def _holds(wide: mx.Dtype, narrow: mx.Dtype) -> bool:
+    """Whether a type has a value for each value of another."""
+    return wide == narrow or (wide == mx.float32 and mx.issubdtype(narrow, mx.floating))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """``targets`` in the order in which they are written. ``config`` is the output's config.json."""
+
+    config: dict[str, Any]
+    targets: tuple[Target, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(target.num_bytes for target in self.targets)
+
+
+def make_plan(checkpoint: Checkpoint, options: ConvertOptions) -> Plan:
+    """Raises ConversionError for tensors that are missing, extra or of another shape than config.json says,
+    and for a recipe or dtype that cannot be done."""
+    warnings = list(checkpoint.warnings)
+    config = dict(checkpoint.config)
+    path = checkpoint.path
+    try:
+        config = settle_rope(config, config_fields(config, path))
+    except UnsupportedModelError as error:
+        raise ConversionError(f"{path}: {error}") from None
+    if not checkpoint.are_names_final:
+        _settle_head(checkpoint, config, warnings)
+    model = build_model(config, path)
+    weights = _named(checkpoint, model)
+    weights = _checked_names(checkpoint, model, weights)
+    keeps = checkpoint.keeps_layouts and not options.wants_quantization and not options.dequantize
+    types = sorted({t for weight in weights.values() if weight.is_quantized for t in weight.source_types})
+    if types and checkpoint.is_mlx and keeps:
+        raise ConversionError(
+            f"{path}: is an MLX model already ({', '.join(types)}): use it as it is, or give --bits to "
+            "quantize it again or --dequantize to make floats of it"
+        )
+    if types and options.wants_quantization:
+        warnings.append(
+            f"{path.name} is quantized already ({', '.join(types)}) and is quantized again, which loses more "
+            f"than either{'' if checkpoint.is_mlx else '; without --bits it is imported as it is'}"
+        )
+    modules = _modules(model)
+    recipe = recipe_of(options, modules)
+    targets = tuple(
+        _target(name, weights[name], modules, recipe, options, keeps=keeps) for name in sorted(weights)
+    )
+    for key in ("torch_dtype", "dtype"):
+        if key in config and options.dtype is not None:
+            config[key] = options.dtype
+    layouts = {target.module: target.layout for target in targets if target.is_matrix}
+    quantization = quantization_config(layouts)
+    if quantization is not None:
+        config["quantization"] = quantization
+    return Plan(config, targets, tuple(warnings))
+
+
+def _target(
+    name: str,
+    weight: Weight,
+    modules: dict[str, Module],
+    recipe: Recipe,
+    options: ConvertOptions,
+    *,
+    keeps: bool,
+) -> Target:
+    module = modules.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
+    dtype = _float_dtype(weight, options)
+    if module is None or options.dequantize:
+        return Target(name, weight, None, dtype, is_kept=False, is_matrix=module is not None)
+    if keeps:
+        layout = weight.layout
+        if layout is None and weight.is_quantized:
+            layout = layout_config(inexact_choice(weight), weight.num_columns, mx.float32)
+        return Target(name, weight, layout, dtype, is_kept=weight.layout is not None, is_matrix=True)
+    choice = recipe(module)
+    layout = None if choice is None else layout_config(choice, weight.num_columns, dtype)
+    return Target(name, weight, layout, dtype, is_kept=False, is_matrix=True)
+
+
+def inexact_choice(weight: Weight) -> Choice:
+    """How a quantized format that MLX has no layout for is imported: 8 bits in the smallest groups."""
+    return Choice("affine", 8, 32)
+
+
+def _float_dtype(weight: Weight, options: ConvertOptions) -> mx.Dtype:
+    if options.dtype is None or not mx.issubdtype(weight.dtype, mx.floating):
+        return weight.dtype
+    dtype: mx.Dtype = getattr(mx, options.dtype)
+    return dtype
+
+
+def _modules(model: Any) -> dict[str, Module]:
+    """Every module that mlx-lm could quantize, by path."""
+    predicate = getattr(model, "quant_predicate", None)
+    found: dict[str, Module] = {}
+    for path, module in tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module):
+        if hasattr(module, "to_quantized"):
+            wish = True if predicate is None else predicate(path, module)
+            found[path] = Module(path, tuple(module.weight.shape), wish)
+    return found
+
+
+def _named(checkpoint: Checkpoint, model: Any) -> dict[str, Weight]:
+    """The weights under the names of mlx-lm's model."""
+    if checkpoint.are_names_final:
+        return dict(checkpoint.weights)
+    try:
+        return sanitized(model, checkpoint.weights)
+    except KeyError as error:
+        raise ConversionError(f"{checkpoint.path}: tensor {error.args[0]!r} is missing") from error
+    except (ValueError, IndexError, TypeError, AttributeError) as error:
+        reason = str(error).replace("\n", " ")
+        raise ConversionError(
+            f"{checkpoint.path}: the tensors do not fit the architecture: {reason}"
+        ) from error
+
+
+def _checked_names(checkpoint: Checkpoint, model: Any, weights: dict[str, Weight]) -> dict[str, Weight]:
+    path = checkpoint.path
+    expected = {name: tuple(value.shape) for name, value in tree_flatten(model.parameters())}
+    kept = {
+        name: weight
+        for name, weight in weights.items()
+        if name in expected or not name.endswith(_OLD_ROPE_BUFFER)
+    }
+    unknown = sorted(set(kept) - set(expected))
+    if unknown:
+        held = [checkpoint.source_names.get(name, name) for name in unknown]
+        raise ConversionError(f"{path}: {_some(held)} has no place in a {model.model_type} model")
+    missing = sorted(set(expected) - set(kept))
+    if missing:
+        raise ConversionError(f"{path}: {_some(missing)} is missing")
+    for name, shape in expected.items():
+        if kept[name].shape != shape:
+            raise ConversionError(
+                f"{path}: tensor {checkpoint.source_names.get(name, name)!r} has shape {kept[name].shape}, "
+                f"the configuration asks for {shape}"
+            )
+    return kept
+
+
+def _some(names: list[str]) -> str:
+    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+    return f"tensor {names[0]!r}{more}"
+
+
+def _settle_head(checkpoint: Checkpoint, config: dict[str, Any], warnings: list[str]) -> None:
+    """Makes ``tie_word_embeddings`` in ``config`` say what the files hold.
+
+    Tied with a head in the files: tied only if the head equals the embedding. Not tied without a head:
+    refused. No flag: tied if there is no head, and the flag is written.
+    """
+    nested = config.get("text_config")
+    place = config
+    if "tie_word_embeddings" not in config and isinstance(nested, dict) and "tie_word_embeddings" in nested:
+        place = config["text_config"] = dict(nested)
+    flag = place.get("tie_word_embeddings")
+    weights = checkpoint.weights
+    head = next((name for name in weights if name.endswith(_HEAD)), None)
+    embedding = next((name for name in weights if name.endswith(_EMBEDDING)), None)
+    if embedding is None:
+        return
+    if flag is None:
+        place["tie_word_embeddings"] = head is None
+        warnings.append(f"config.json does not say whether the head is tied, it is written as {head is None}")
+    elif flag and head is not None and not are_equal(weights[head], weights[embedding]):
+        place["tie_word_embeddings"] = False
+        warnings.append(
+            f"config.json ties the head, but {head} differs from the embedding: it is kept, untied"
+        )
+    elif not flag and head is None:
+        raise ConversionError(
+            f"{checkpoint.path}: config.json does not tie the head, but {_HEAD} is not in the files"
+        )
+
+
+_COMPARED_ELEMENTS = 1 << 22
+
+
+def are_equal(first: Weight, second: Weight) -> bool:
+    """Whether two weights have the same shape and values; read in blocks, up to the first difference."""
+    if first.shape != second.shape:
+        return False
+    step = max(1, _COMPARED_ELEMENTS // max(first.num_columns, 1))
+    for start in range(0, first.num_rows, step):
+        stop = min(start + step, first.num_rows)
+        if not mx.array_equal(first.read(start, stop), second.read(start, stop)).item():
+            return False
+    return True
