@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mlxserve.cli.sizes import parse_size
+
 if TYPE_CHECKING:
-    from mlxserve_convert import ConvertReport
+    from mlxserve_convert import ConvertReport, PlannedTensor
 
 _SHOWN_NAMES = 5
 
@@ -43,6 +45,14 @@ def convert_command(
     check: Annotated[
         bool, typer.Option(help="Run a few tokens through the result before it is kept.")
     ] = True,
+    memory_limit: Annotated[
+        int | None,
+        typer.Option(
+            metavar="SIZE",
+            parser=parse_size,
+            help="Memory that the conversion may take, such as 2G (default: a quarter of the machine's).",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
 ) -> None:
     """Convert a model into an MLX folder that mlxserve and mlx-lm load.
@@ -69,6 +79,7 @@ def convert_command(
         dry_run=dry_run,
         mode=mode,
         check="auto" if check else "never",
+        memory_limit=memory_limit,
     )
     console = Console(stderr=True)
     found = None if Path(source).exists() else resolve(source)
@@ -89,8 +100,7 @@ def _default_name(source: Path, options: Any) -> str:
 def _print_text(report: ConvertReport) -> None:
     if report.is_dry_run:
         for tensor in report.tensors:
-            how = "as it is" if tensor.bits is None else f"{tensor.bits}-bit, group size {tensor.group_size}"
-            typer.echo(f"{tensor.name}  {tensor.source_type} {list(tensor.shape)}  {how}")
+            typer.echo(_plan_line(tensor))
     left = report.unquantized_matrices
     names = ", ".join(left[:_SHOWN_NAMES]) + (", …" if len(left) > _SHOWN_NAMES else "")
     verb = "Would write" if report.is_dry_run else "Wrote"
@@ -99,8 +109,25 @@ def _print_text(report: ConvertReport) -> None:
         f"{f' ({names})' if left else ''}, {report.bits_per_weight:.3f} bits per weight, "
         f"{report.num_bytes / 1e6:.1f} MB"
     )
+    rounded = report.inexact_tensors
+    if not rounded:
+        typer.echo("Exact: every value is that of the source.")
+    elif len(rounded) < len(report.tensors):
+        typer.echo(f"Exact: {len(report.tensors) - len(rounded)} of {len(report.tensors)} tensors.")
+    if report.num_resumed:
+        typer.echo(f"Resumed: {report.num_resumed} tensors were there from an interrupted run.")
     if not report.is_dry_run:
         typer.echo(f"Check: {report.verified}")
+
+
+def _plan_line(tensor: PlannedTensor) -> str:
+    how = tensor.dtype
+    if tensor.bits is not None:
+        mode = "" if tensor.mode == "affine" else f"{tensor.mode}, "
+        how = f"{mode}{tensor.bits}-bit, group size {tensor.group_size}"
+    exact = "exact" if tensor.is_exact else "rounded"
+    size = f"{tensor.num_bytes / 1e6:.1f} MB"
+    return f"{tensor.name}  {tensor.source_type} {list(tensor.shape)}  {how}  {size}  {exact}"
 
 
 def _print_json(report: ConvertReport) -> None:
@@ -115,6 +142,7 @@ def _print_json(report: ConvertReport) -> None:
         "num_bytes": report.num_bytes,
         "bits_per_weight": report.bits_per_weight,
         "num_quantized": report.num_quantized,
+        "num_resumed": report.num_resumed,
         "unquantized": list(report.unquantized_matrices),
         "tensors": [
             {
@@ -123,6 +151,10 @@ def _print_json(report: ConvertReport) -> None:
                 "source_type": tensor.source_type,
                 "bits": tensor.bits,
                 "group_size": tensor.group_size,
+                "mode": tensor.mode,
+                "dtype": tensor.dtype,
+                "num_bytes": tensor.num_bytes,
+                "exact": tensor.is_exact,
             }
             for tensor in report.tensors
         ],

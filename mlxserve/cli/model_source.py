@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Literal
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from mlxserve.hub import BUILTIN_MODELS, ModelSource, import_folder, pull_builtin, pull_repository, resolve
 from mlxserve_convert import ConvertOptions, convert
@@ -74,7 +81,13 @@ def _imported(gguf: Path, *, console: Console) -> Path:
 @contextmanager
 def conversion_progress(console: Console, title: str) -> Iterator[OnProgress]:
     """A progress bar on ``console``, as the callback that ``convert`` takes."""
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
     is_hidden = not console.is_terminal
     with Progress(*columns, console=console, transient=True, disable=is_hidden) as progress:
         task = progress.add_task(title, total=None)
