@@ -163,7 +163,7 @@ class LoRAExperts(nn.Module):
         y = self.linear(x, indices, sorted_indices=sorted_indices)
         num_experts, _, rank = self.lora_b.shape
         a = self.lora_a.reshape(num_experts, rank, -1)
-        choice = {"rhs_indices": indices, "sorted_indices": sorted_indices}
+        choice: dict[str, Any] = {"rhs_indices": indices, "sorted_indices": sorted_indices}
         z = mx.gather_mm(self.dropout(x), a.swapaxes(-1, -2), **choice)
         z = mx.gather_mm(z, self.lora_b.swapaxes(-1, -2), **choice)
         return y + (self.scale * z).astype(y.dtype)
