@@ -87,7 +87,7 @@ class Listener(Protocol):
 
 @dataclass(slots=True)
 class Progress:
-    """Where a run is: ``step`` optimizer steps are done, the schedule of this stage began at ``first_step``."""
+    """Where a run is: ``step`` optimizer steps are done, this stage's schedule began at ``first_step``."""
 
     step: int = 0
     first_step: int = 0
