@@ -34,6 +34,7 @@ class GenerationRequest:
     ``stop_token_ids`` end the sequence; the ending id is reported but is no text. Stop strings are
     the caller's work (the engine knows no text): it aborts the stream at the match.
     ``script_key`` is the text that a scripted model matches its replies against; others ignore it.
+    ``adapter_id`` is that of an adapter which the engine has loaded; None is the model alone.
     """
 
     request_id: str
@@ -42,6 +43,7 @@ class GenerationRequest:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop_token_ids: frozenset[int] = frozenset()
     script_key: str = ""
+    adapter_id: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

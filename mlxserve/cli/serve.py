@@ -42,6 +42,13 @@ def serve_command(
         int, typer.Option(metavar="N", min=0, help="Requests that may wait; one more gets status 429.")
     ] = _DEFAULTS.max_waiting,
     memory_limit: MemoryLimit = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=DIR",
+            help="Also serve an adapter, as MODEL:NAME; with several models: MODEL:NAME=DIR. Repeatable.",
+        ),
+    ] = None,
 ) -> None:
     """Serve models over HTTP with OpenAI's API, until Ctrl-C.
 
@@ -50,9 +57,10 @@ def serve_command(
     Example:
       mlxserve serve smollm2 --port 8080
       mlxserve serve ./my-model --host 0.0.0.0 --api-key secret
+      mlxserve serve smollm2 --adapter pirate=./adapters
     """
     from mlxserve.cli.serving import Binding, serve
 
     config = EngineConfig(max_running=parallel, max_waiting=queue, memory_limit=memory_limit)
     binding = Binding(host=host, port=port, api_key=api_key)
-    serve(models or [DEFAULT_MODEL], binding, config, max_context)
+    serve(models or [DEFAULT_MODEL], binding, config, max_context, adapter or [])

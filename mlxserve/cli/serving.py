@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from aiohttp import web
 from rich.console import Console
@@ -22,8 +23,9 @@ from mlxserve.cli.model_source import prepare_model
 from mlxserve.cli.opening import load_model
 from mlxserve.cli.stopping import StopSignals
 from mlxserve.config import EngineConfig
+from mlxserve.engine.served_adapters import load_adapter
 from mlxserve.engine.served_model import ServedModel
-from mlxserve.errors import UsageError
+from mlxserve.errors import InvalidRequestError, UsageError
 from mlxserve.server.app import create_app, make_runner
 
 
@@ -34,7 +36,13 @@ class Binding:
     api_key: str | None
 
 
-def serve(names: Sequence[str], binding: Binding, config: EngineConfig, max_context: int | None) -> None:
+def serve(
+    names: Sequence[str],
+    binding: Binding,
+    config: EngineConfig,
+    max_context: int | None,
+    adapters: Sequence[str] = (),
+) -> None:
     """Serve until the first SIGINT or SIGTERM, which ends all streams and frees the port."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     with StopSignals() as signals:
@@ -46,7 +54,9 @@ def serve(names: Sequence[str], binding: Binding, config: EngineConfig, max_cont
                     " anyone there can use this server",
                     style="yellow",
                 )
+            wishes = [_adapter_wish(text) for text in adapters]
             models = _load_all(names, config, max_context, console)
+            models += _load_adapters(models, wishes, console)
             asyncio.run(_run(models, sockets, binding, signals, console))
         finally:
             close_sockets(sockets)
@@ -60,6 +70,52 @@ def _load_all(
         if any(source.id == other.id for other in sources[:index]):
             raise UsageError(f"two of the models to serve have the same id {source.id!r}")
     return [load_model(source, config, console=console, max_context=max_context) for source in sources]
+
+
+@dataclass(frozen=True, slots=True)
+class _AdapterWish:
+    model: str | None
+    name: str
+    folder: Path
+
+
+def _adapter_wish(text: str) -> _AdapterWish:
+    """Of an ``--adapter`` option: NAME=DIR or MODEL:NAME=DIR."""
+    target, equals, folder = text.partition("=")
+    model, colon, name = target.rpartition(":")
+    if not equals or not folder or not name:
+        raise UsageError(f"--adapter {text!r} is not NAME=DIR or MODEL:NAME=DIR")
+    return _AdapterWish(model if colon else None, name, Path(folder))
+
+
+def _load_adapters(
+    models: Sequence[ServedModel], wishes: Sequence[_AdapterWish], console: Console
+) -> list[ServedModel]:
+    loaded: list[ServedModel] = []
+    for wish in wishes:
+        base = _base_of(models, wish)
+        if any(f"{base.id}:{wish.name}" == other.id for other in loaded):
+            raise UsageError(f"two adapters of {base.id} have the same name {wish.name!r}")
+        try:
+            with console.status(f"Loading {base.id}:{wish.name}"):
+                loaded.append(load_adapter(base, wish.name, wish.folder))
+        except InvalidRequestError as error:
+            raise UsageError(f"--adapter {wish.name}: {error}") from None
+    return loaded
+
+
+def _base_of(models: Sequence[ServedModel], wish: _AdapterWish) -> ServedModel:
+    ids = ", ".join(model.id for model in models)
+    if wish.model is None:
+        if len(models) > 1:
+            raise UsageError(
+                f"--adapter {wish.name}: of which model? write MODEL:{wish.name}=DIR; models: {ids}"
+            )
+        return models[0]
+    for model in models:
+        if model.id == wish.model:
+            return model
+    raise UsageError(f"--adapter {wish.model}:{wish.name}: no such model is served, only: {ids}")
 
 
 async def _run(

@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from mlxserve.config import EngineConfig
 from mlxserve.engine.core import EngineCore
@@ -19,20 +21,42 @@ from mlxserve.engine.target import Target
 from mlxserve.errors import ContextLengthError, EngineDeadError, InvalidRequestError, QueueFullError
 from mlxserve.types import EngineStats, GenerationRequest, TokenOutput
 from mlxserve_kernels import ops
+from mlxserve_kernels.adapters import LowRank
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 RETRY_AFTER_S = 2
 _JOIN_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Call:
+    """Something to do between steps, and who waits for it."""
+
+    function: Callable[[EngineCore], Any]
+    result: Future[Any]
+
+    def run(self, core: EngineCore) -> None:
+        try:
+            self.result.set_result(self.function(core))
+        except Exception as error:  # noqa: BLE001 - raised by whoever waits
+            self.result.set_exception(error)
 
 
 @dataclass(slots=True, eq=False)
 class _Mail:
     """What the event loop has sent and the engine thread not yet taken."""
 
-    requests: list[GenerationRequest]
-    aborts: list[str]
+    requests: list[GenerationRequest] = field(default_factory=list)
+    aborts: list[str] = field(default_factory=list)
+    calls: list[_Call] = field(default_factory=list)
     is_closing: bool = False
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.requests or self.aborts or self.calls or self.is_closing)
 
 
 class TokenStream(AsyncIterator[TokenOutput]):
@@ -73,7 +97,7 @@ class AsyncEngine:
         self._config = config
         self._name = name
         self._wakeup = threading.Condition()
-        self._mail = _Mail([], [])
+        self._mail = _Mail()
         self._streams: dict[str, TokenStream] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stats: EngineStats | None = None
@@ -113,6 +137,25 @@ class AsyncEngine:
             self._mail.requests.append(request)
             self._wakeup.notify()
         return stream
+
+    def load_adapter(self, load: Callable[[], Mapping[str, LowRank]]) -> Future[int]:
+        """Load an adapter on the engine thread, between steps: ``load`` gives its changes by the paths of
+        layers. The result is the id for ``GenerationRequest``, or what was wrong with it. From any thread.
+        """
+        return self._call(lambda core: core.load_adapter(load))
+
+    def drop_adapter(self, adapter_id: int) -> Future[None]:
+        """Refuse new requests of an adapter and forget it when those that it has are done."""
+        return self._call(lambda core: core.drop_adapter(adapter_id))
+
+    def _call(self, function: Callable[[EngineCore], T]) -> Future[T]:
+        call = _Call(function, Future())
+        with self._wakeup:
+            if self._death is not None:
+                raise EngineDeadError(f"the engine of {self._name} has stopped: {self._death}")
+            self._mail.calls.append(call)
+            self._wakeup.notify()
+        return call.result
 
     @property
     def max_requests(self) -> int:
@@ -220,25 +263,34 @@ class AsyncEngine:
         return core
 
     def _serve_until_end(self, core: EngineCore) -> None:
+        death = "it was closed"
         try:
             self._serve(core)
-            self._death = "it was closed"
         except BaseException as error:
             logger.exception("the engine thread died")
-            self._death = f"{type(error).__name__}: {error}"
+            death = f"{type(error).__name__}: {error}"
         finally:
+            with self._wakeup:
+                self._death = death
+                calls, self._mail.calls = self._mail.calls, []
+            for call in calls:
+                call.result.set_exception(EngineDeadError(f"the engine has stopped: {death}"))
             self._call_loop(self._deliver_death, EngineDeadError(f"the engine has stopped: {self._death}"))
 
     def _serve(self, core: EngineCore) -> None:
         while True:
             mail = self._take_mail(core)
             if mail.is_closing:
+                for call in mail.calls:
+                    call.result.set_exception(EngineDeadError("the engine was closed"))
                 return
             outputs: list[TokenOutput] = []
             for request in mail.requests:
                 outputs += core.add(request)
             # After the requests: an abort may have come in the same mail as its own.
             outputs += [output for output in map(core.abort, mail.aborts) if output is not None]
+            for call in mail.calls:
+                call.run(core)
             outputs += core.step()
             self._stats = core.stats()
             if outputs:
@@ -249,7 +301,7 @@ class AsyncEngine:
         if not core.has_work:
             core.rest()
         with self._wakeup:
-            while not (self._mail.requests or self._mail.aborts or self._mail.is_closing):
+            while self._mail.is_empty:
                 if not core.has_work:
                     self._wakeup.wait()
                 elif wait_s := core.wait_s:
@@ -258,7 +310,7 @@ class AsyncEngine:
                 else:
                     break
             mail = self._mail
-            self._mail = _Mail([], [], mail.is_closing)
+            self._mail = _Mail(is_closing=mail.is_closing)
             return mail
 
     def _call_loop(self, call: Callable[..., None], argument: object) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import mlx.core as mx
 
 from mlxserve.engine.scheduler import ScheduledBatch, ScheduledSequence
 from mlxserve.engine.sequence import Sequence
 from mlxserve.engine.target import StepInputs, Target
 from mlxserve.types import GenerationRequest
+from mlxserve_kernels.adapters import LowRank
 
 COMPUTED_TOKENS = 512
 """Tokens at the head of a prompt whose keys and values are computed."""
@@ -48,6 +51,12 @@ class CopiedContext:
         end = row.start + row.num_tokens
         touched = range(row.start // self._page_size, -(-end // self._page_size))
         return [(row.pages[index % self._num_computed_pages], row.pages[index]) for index in touched]
+
+    def load_adapter(self, adapter_id: int, changes: Mapping[str, LowRank]) -> None:
+        self._inner.load_adapter(adapter_id, changes)
+
+    def drop_adapter(self, adapter_id: int) -> None:
+        self._inner.drop_adapter(adapter_id)
 
     def propose(self, sequence: Sequence, limit: int) -> tuple[int, ...]:
         return self._inner.propose(sequence, limit)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,9 @@ from mlxserve.engine.runner import Runner
 from mlxserve.engine.scheduler import ScheduledBatch, Scheduler
 from mlxserve.engine.sequence import Sequence, SequenceStatus
 from mlxserve.engine.target import Target
-from mlxserve.errors import MlxserveError, RequestFailedError
+from mlxserve.errors import MlxserveError, ModelNotFoundError, RequestFailedError
 from mlxserve.types import EngineStats, GenerationRequest, TokenOutput
+from mlxserve_kernels.adapters import LowRank
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,9 @@ class EngineCore:
         self._sequences: dict[str, Sequence] = {}
         self._num_arrived = 0
         self._is_stalled = False
+        self._num_adapters = 0
+        self._adapters: set[int] = set()
+        self._retired_adapters: set[int] = set()
 
     @property
     def max_sequence_tokens(self) -> int:
@@ -79,6 +83,9 @@ class EngineCore:
     def add(self, request: GenerationRequest) -> list[TokenOutput]:
         """Queue a request whose prompt and output fit ``max_sequence_tokens``. A request that the
         target refuses ends at once: its terminal output is returned."""
+        if request.adapter_id is not None and request.adapter_id not in self._adapters:
+            gone = ModelNotFoundError("the adapter of this request is not loaded any more")
+            return [TokenOutput(request.request_id, (), "error", error=gone)]
         try:
             prefill_delay_s, decode_delay_s = self._target.delays(request)
         except MlxserveError as error:
@@ -99,7 +106,33 @@ class EngineCore:
     def abort(self, request_id: str) -> TokenOutput | None:
         """End a request; None when it has ended already."""
         sequence = self._sequences.pop(request_id, None)
-        return None if sequence is None else self._scheduler.abort(sequence)
+        if sequence is None:
+            return None
+        output = self._scheduler.abort(sequence)
+        self._drop_unused_adapters()
+        return output
+
+    def load_adapter(self, load: Callable[[], Mapping[str, LowRank]]) -> int:
+        """Load an adapter; returns the id that requests name it by, which is never used again. Raises what
+        ``load`` raises and MlxserveError for an adapter that does not fit; then nothing has changed."""
+        adapter_id = self._num_adapters
+        self._target.load_adapter(adapter_id, load())
+        self._num_adapters += 1
+        self._adapters.add(adapter_id)
+        return adapter_id
+
+    def drop_adapter(self, adapter_id: int) -> None:
+        """Take no more requests of an adapter; it goes when the last that it has is done."""
+        self._adapters.discard(adapter_id)
+        self._retired_adapters.add(adapter_id)
+        self._drop_unused_adapters()
+
+    def _drop_unused_adapters(self) -> None:
+        used = {sequence.request.adapter_id for sequence in self._sequences.values()}
+        for adapter_id in self._retired_adapters - used:
+            self._scheduler.cache.forget(adapter_id)
+            self._target.drop_adapter(adapter_id)
+            self._retired_adapters.remove(adapter_id)
 
     def step(self) -> list[TokenOutput]:
         """Launch the next step and read back the one before it.
@@ -114,6 +147,8 @@ class EngineCore:
         for output in outputs:
             if output.finish_reason is not None:
                 self._sequences.pop(output.request_id, None)
+        if self._retired_adapters:
+            self._drop_unused_adapters()
         return outputs
 
     def rest(self) -> None:

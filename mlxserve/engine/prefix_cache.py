@@ -48,15 +48,19 @@ class PrefixCache:
         self._page_size = page_size
         self._clock = 0
         self._num_nodes = 0
-        self.root = Node((), -1, None)
+        self._roots: dict[int | None, Node] = {None: Node((), -1, None)}
+
+    def root(self, adapter_id: int | None = None) -> Node:
+        """Where the tokens of an adapter's sequences begin: what it caches is of no use to others."""
+        return self._roots.setdefault(adapter_id, Node((), -1, None))
 
     @property
     def num_pages(self) -> int:
         return self._num_nodes
 
-    def match(self, tokens: Sequence[int], limit: int) -> PrefixMatch:
+    def match(self, tokens: Sequence[int], limit: int, adapter_id: int | None = None) -> PrefixMatch:
         """The longest cached prefix of ``tokens[:limit]``, with its pages retained."""
-        node, pages, position = self.root, [], 0
+        node, pages, position = self.root(adapter_id), [], 0
         while position + self._page_size <= limit:
             child = self._exact_child(node, tuple(tokens[position : position + self._page_size]))
             if child is None:
@@ -105,7 +109,7 @@ class PrefixCache:
             assert parent is not None
             self._remove(node)
             num_freed += 1
-            if parent is not self.root and self._is_evictable(parent):
+            if parent.parent is not None and self._is_evictable(parent):
                 heapq.heappush(heap, (parent.last_used, id(parent), parent))
         return num_freed
 
@@ -119,8 +123,16 @@ class PrefixCache:
         """Drop every node. Sequences keep their own references but must forget their nodes."""
         for node in list(self._nodes()):
             self._pool.release(node.page)
-        self.root = Node((), -1, None)
+        self._roots = {None: Node((), -1, None)}
         self._num_nodes = 0
+
+    def forget(self, adapter_id: int) -> None:
+        """Drop what an adapter's sequences have cached; none of them is live."""
+        root = self._roots.pop(adapter_id, None)
+        if root is not None:
+            for node in list(_below(root)):
+                self._pool.release(node.page)
+                self._num_nodes -= 1
 
     def pages(self) -> Iterator[int]:
         """The pages on which the tree holds a reference."""
@@ -188,12 +200,17 @@ class PrefixCache:
         return not node.children and self._pool.count(node.page) == 1
 
     def _nodes(self) -> Iterator[Node]:
-        stack = [child for siblings in self.root.children.values() for child in siblings]
-        while stack:
-            node = stack.pop()
-            yield node
-            for siblings in node.children.values():
-                stack.extend(siblings)
+        for root in self._roots.values():
+            yield from _below(root)
+
+
+def _below(root: Node) -> Iterator[Node]:
+    stack = [child for siblings in root.children.values() for child in siblings]
+    while stack:
+        node = stack.pop()
+        yield node
+        for siblings in node.children.values():
+            stack.extend(siblings)
 
 
 def common_prefix_length(left: Sequence[int], right: Sequence[int]) -> int:

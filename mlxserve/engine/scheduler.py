@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from mlxserve.config import EngineConfig
 from mlxserve.engine.block_pool import BlockPool
-from mlxserve.engine.prefix_cache import PrefixCache
+from mlxserve.engine.prefix_cache import Node, PrefixCache
 from mlxserve.engine.sequence import Sequence, SequenceStatus
 from mlxserve.errors import MlxserveError
 from mlxserve.types import FinishReason, TokenOutput
@@ -244,7 +244,7 @@ class Scheduler:
                 sequence.num_cached_tokens = 0
             return self._has_room_for(self._num_pages_for(sequence.length))
         # At least the last token is computed again: its logits are needed.
-        match = self.cache.match(sequence.token_ids, len(sequence.token_ids) - 1)
+        match = self.cache.match(sequence.token_ids, len(sequence.token_ids) - 1, sequence.request.adapter_id)
         if not self._has_room_for(self._num_pages_for(sequence.length) - len(match.pages)):
             self.pool.release_all(match.pages)
             if match.partial_page is not None:
@@ -340,7 +340,7 @@ class Scheduler:
         for index in range(sequence.num_cached_pages, sequence.num_known_computed // size):
             tokens = tuple(sequence.token_ids[index * size : (index + 1) * size])
             own = sequence.pages[index]
-            node = self.cache.insert_full(sequence.node or self.cache.root, tokens, own)
+            node = self.cache.insert_full(self._node(sequence), tokens, own)
             if node.page != own:
                 self.pool.retain(node.page)
                 self.pool.release(own)
@@ -353,7 +353,11 @@ class Scheduler:
         start, end = sequence.num_cached_pages * size, sequence.num_known_computed
         if self._config.prefix_cache and start < end:
             tail = tuple(sequence.token_ids[start:end])
-            self.cache.insert_partial(sequence.node or self.cache.root, tail, sequence.pages[start // size])
+            self.cache.insert_partial(self._node(sequence), tail, sequence.pages[start // size])
+
+    def _node(self, sequence: Sequence) -> Node:
+        """The last cached page of a sequence."""
+        return sequence.node or self.cache.root(sequence.request.adapter_id)
 
     # Results
 

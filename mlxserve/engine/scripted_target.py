@@ -7,6 +7,7 @@ the pages really hold: a leaked or misplaced page changes the text.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 
 import mlx.core as mx
 import numpy as np
@@ -15,11 +16,13 @@ import numpy.typing as npt
 from mlxserve.engine.scheduler import ScheduledBatch, ScheduledSequence
 from mlxserve.engine.sequence import Sequence
 from mlxserve.engine.target import StepInputs
+from mlxserve.errors import UnsupportedModelError
 from mlxserve.models.page_routes import make_pages
 from mlxserve.models.paged import LayerSpec
 from mlxserve.text.scripted import ScriptedReply, ScriptedSpec
 from mlxserve.text.scripted_tokenizer import EOS_ID
 from mlxserve.types import GenerationRequest
+from mlxserve_kernels.adapters import LowRank
 
 PLAYED_LOGIT = np.float32(30.0)
 """Logit of the scripted token; all others have 0."""
@@ -57,6 +60,12 @@ class ScriptedTarget:
         if not batch.num_sampled:
             return self._pages[0].written()
         return mx.array(np.stack([row for run in batch.rows for row in self._logits(run)]))
+
+    def load_adapter(self, adapter_id: int, changes: Mapping[str, LowRank]) -> None:
+        raise UnsupportedModelError("a scripted model takes no adapters")
+
+    def drop_adapter(self, adapter_id: int) -> None:
+        raise AssertionError("no adapter was loaded")
 
     def propose(self, sequence: Sequence, limit: int) -> tuple[int, ...]:
         """A burst of n pieces is n - 1 right guesses, verified as any draft is."""

@@ -27,7 +27,9 @@ _UNSTATED_CONTEXT = 4096
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """``context_length`` is what is enforced: the trained window or less, and never more than the KV
-    memory holds. ``default_sampling`` is the checkpoint's own advice (generation_config.json)."""
+    memory holds. ``default_sampling`` is the checkpoint's own advice (generation_config.json). An adapter is
+    a model with the engine of its base, whose id is ``parent``.
+    """
 
     id: str
     created: int
@@ -37,6 +39,8 @@ class ServedModel:
     tool_format: str | None
     default_sampling: SamplingParams
     engine: AsyncEngine
+    adapter_id: int | None = None
+    parent: str | None = None
 
     async def close(self) -> None:
         """End the engine; streams end as aborted. Idempotent."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,6 +12,7 @@ from mlxserve.engine.scheduler import ScheduledBatch
 from mlxserve.engine.sequence import Sequence
 from mlxserve.models.paged import PagedMetadata
 from mlxserve.types import GenerationRequest
+from mlxserve_kernels.adapters import LowRank
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,13 @@ class Target(Protocol):
     def forward(self, batch: ScheduledBatch, inputs: StepInputs) -> mx.array:
         """Write keys and values and return the logits [R, vocab_size], lazily. When R is 0, return any
         small array that is ready when all is written."""
+
+    def load_adapter(self, adapter_id: int, changes: Mapping[str, LowRank]) -> None:
+        """Make an adapter ready for the rows of requests with this id. Raises MlxserveError, and changes
+        nothing, for one that does not fit."""
+
+    def drop_adapter(self, adapter_id: int) -> None:
+        """Forget an adapter that no live sequence uses."""
 
     def propose(self, sequence: Sequence, limit: int) -> tuple[int, ...]:
         """At most ``limit`` draft tokens that may follow the sequence."""

@@ -10,9 +10,9 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from mlxserve.engine.served_model import ServedModel
-from mlxserve.server import status
+from mlxserve.server import adapters, status
 from mlxserve.server.errors import UNAUTHORIZED, error_reply, http_error_reply
-from mlxserve.server.keys import PING_S, REGISTRY
+from mlxserve.server.keys import HAS_API_KEY, PING_S, REGISTRY
 from mlxserve.server.openai.chat import chat_completions
 from mlxserve.server.openai.completions import completions
 from mlxserve.server.registry import ModelRegistry
@@ -41,11 +41,15 @@ def create_app(
     app = web.Application(middlewares=middlewares, client_max_size=max_body_bytes)
     app[REGISTRY] = ModelRegistry(models)
     app[PING_S] = ping_s
+    app[HAS_API_KEY] = api_key is not None
     app.router.add_get("/health", status.health)
     app.router.add_get("/v1/models", status.list_models)
     app.router.add_get("/v1/models/{model_id:.+}", status.show_model)
     app.router.add_post("/v1/chat/completions", chat_completions)
     app.router.add_post("/v1/completions", completions)
+    app.router.add_get("/v1/adapters", adapters.list_adapters)
+    app.router.add_post("/v1/adapters", adapters.add_adapter)
+    app.router.add_delete("/v1/adapters/{adapter_id:.+}", adapters.delete_adapter)
     app.on_shutdown.append(_close_models)
     return app
 
@@ -57,7 +61,7 @@ def make_runner(app: web.Application) -> web.AppRunner:
 
 async def _close_models(app: web.Application) -> None:
     """Streams end when their engines close; the server then waits for their handlers."""
-    await asyncio.gather(*(model.close() for model in app[REGISTRY]))
+    await asyncio.gather(*(engine.close() for engine in app[REGISTRY].engines))
 
 
 @web.middleware

@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 from aiohttp import web
+from msgspec import UNSET, UnsetType
 
 from mlxserve.engine.served_model import ServedModel
 from mlxserve.server.keys import REGISTRY
@@ -18,12 +19,14 @@ class Health(msgspec.Struct):
 
 
 class ModelCard(msgspec.Struct):
-    """``context_length`` and its twin ``max_model_len`` are the window that the server enforces."""
+    """``context_length`` and its twin ``max_model_len`` are the window that the server enforces. ``parent``
+    is the base of an adapter."""
 
     id: str
     created: int
     context_length: int
     max_model_len: int
+    parent: str | UnsetType = UNSET
     object: Literal["model"] = "model"
     owned_by: str = "mlxserve"
 
@@ -35,7 +38,7 @@ class ModelList(msgspec.Struct):
 
 async def health(request: web.Request) -> web.Response:
     """Counts over all models; 503 when the engine thread of any is dead."""
-    stats = [model.engine.stats() for model in request.app[REGISTRY]]
+    stats = [engine.stats() for engine in request.app[REGISTRY].engines]
     is_alive = all(engine.is_alive for engine in stats)
     body = Health(
         status="ok" if is_alive else "engine_dead",
@@ -46,15 +49,16 @@ async def health(request: web.Request) -> web.Response:
 
 
 async def list_models(request: web.Request) -> web.Response:
-    return _json(ModelList([_card(model) for model in request.app[REGISTRY]]))
+    return _json(ModelList([model_card(model) for model in request.app[REGISTRY]]))
 
 
 async def show_model(request: web.Request) -> web.Response:
-    return _json(_card(request.app[REGISTRY].get(request.match_info["model_id"])))
+    return _json(model_card(request.app[REGISTRY].get(request.match_info["model_id"])))
 
 
-def _card(model: ServedModel) -> ModelCard:
-    return ModelCard(model.id, model.created, model.context_length, model.context_length)
+def model_card(model: ServedModel) -> ModelCard:
+    limit = model.context_length
+    return ModelCard(model.id, model.created, limit, limit, parent=model.parent or UNSET)
 
 
 def _json(body: msgspec.Struct, *, status: int = 200) -> web.Response:

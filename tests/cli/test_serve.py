@@ -8,16 +8,20 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from mlxserve.cli.listening import base_url, bind_sockets, close_sockets, is_reachable_from_network
 from mlxserve.errors import PortUnavailableError, UsageError
 from tests.cli.conftest import Result, Starter
+from tests.tiny_adapters import write_adapter
+from tests.tiny_models import TinyModel, write_tiny_model
 
 Run = Callable[..., Result]
 Script = Callable[..., str]
 
+TINY = TinyModel(context=256, has_eos=False)
 READY = r"Ready at http://127\.0\.0\.1:(\d+)/v1"
 SLOW: list[dict[str, object]] = [{"match": "", "pieces": ["a"], "end": "run", "delay_ms": 20}]
 QUICK: list[dict[str, object]] = [{"match": "", "pieces": ["Cape", " Town"], "end": "eos"}]
@@ -178,6 +182,45 @@ def test_more_context_than_the_model_has_is_refused(run: Run, script: Script) ->
     assert run("serve", script(QUICK), "--port", "0", "--max-context", "5000") == Result(
         2, "", "error: --max-context 5000 is more than echo supports: 4096 tokens\n"
     )
+
+
+def test_an_adapter_is_served_beside_its_model(start: Starter, tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "tiny", TINY)
+    write_adapter(tmp_path / "adapter=1", TINY)
+    server = start("serve", str(tmp_path / "tiny"), "--adapter", f"a={tmp_path / 'adapter=1'}", "--port", "0")
+    port = int(server.wait_for(READY)[1])
+    response = post(port, {"model": "tiny:a", "max_tokens": 2})
+    answer = json.loads(response.read())
+    response.close()
+    assert (response.status, answer["model"]) == (200, "tiny:a")
+    server.signal(signal.SIGINT)
+    assert server.end() == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (["--adapter", "a"], 2, "--adapter 'a' is not NAME=DIR or MODEL:NAME=DIR"),
+        (["--adapter", "=x"], 2, "--adapter '=x' is not NAME=DIR"),
+        (["--adapter", "other:a=x"], 2, "no such model is served, only: tiny"),
+        (["--adapter", "a b=x"], 2, "an adapter's name has 1 to 64 letters"),
+        (["--adapter", "a=none"], 1, "none: no such adapter folder"),
+        (
+            ["--adapter", "a=adapter", "--adapter", "a=adapter"],
+            2,
+            "two adapters of tiny have the same name 'a'",
+        ),
+    ],
+)
+def test_wrong_adapters_end_the_start_with_one_line(
+    run: Run, tmp_path: Path, options: list[str], code: int, message: str
+) -> None:
+    write_tiny_model(tmp_path / "tiny", TINY)
+    write_adapter(tmp_path / "adapter", TINY)
+    options = [option.replace("=adapter", f"={tmp_path / 'adapter'}") for option in options]
+    result = run("serve", str(tmp_path / "tiny"), "--port", "0", *options)
+    assert (result.code, result.out, result.err.count("\n")) == (code, "", 1)
+    assert message in result.err
 
 
 def test_an_unknown_host_is_one_line(run: Run) -> None:

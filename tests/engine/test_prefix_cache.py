@@ -28,7 +28,7 @@ class Driver:
 
     def insert(self, tokens: list[int], *, with_tail: bool = True) -> bool:
         """False when no page is free (then some of it is stored, as of a sequence that was cut)."""
-        node = self.cache.root
+        node = self.cache.root()
         for start in range(0, len(tokens), SIZE):
             piece = tuple(tokens[start : start + SIZE])
             if len(piece) < SIZE and not with_tail:
@@ -181,7 +181,9 @@ def test_equal_full_pages_are_stored_once() -> None:
     driver, tokens = Driver(), tuple(range(SIZE))
     pages = [driver.pool.allocate() for _ in range(2)]
     assert None not in pages
-    nodes = [driver.cache.insert_full(driver.cache.root, tokens, page) for page in pages if page is not None]
+    nodes = [
+        driver.cache.insert_full(driver.cache.root(), tokens, page) for page in pages if page is not None
+    ]
     assert nodes[0] is nodes[1]
     assert nodes[1].page == pages[0]
     driver.check({page: 1 for page in pages if page is not None})
@@ -199,7 +201,7 @@ def test_clear_gives_back_all_but_what_sequences_hold() -> None:
 def test_integrity_sees_planted_errors() -> None:
     driver, tokens = Driver(), list(range(2 * SIZE))
     driver.insert(tokens)
-    child = driver.cache.root.children[0][0]
+    child = driver.cache.root().children[0][0]
     child.tokens = (0,)
     with pytest.raises(AssertionError, match="a partial page has children"):
         driver.cache.check_integrity()
@@ -207,6 +209,6 @@ def test_integrity_sees_planted_errors() -> None:
     child.children[SIZE][0].page = child.page
     with pytest.raises(AssertionError, match="in the tree twice"):
         driver.cache.check_integrity()
-    driver.cache.root.children.clear()
+    driver.cache.root().children.clear()
     with pytest.raises(AssertionError, match="counted 0 nodes, 2 are recorded"):
         driver.cache.check_integrity()

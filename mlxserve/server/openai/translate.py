@@ -92,6 +92,7 @@ class Job:
                 sampling=self._sampling_of(choice),
                 stop_token_ids=end_ids,
                 script_key=prompt.text,
+                adapter_id=self.model.adapter_id,
             )
             for prompt_index, (prompt, limit) in enumerate(zip(self.prompts, self.max_tokens, strict=True))
             for choice in range(self.options.choices_per_prompt if limit else 0)
