@@ -9,6 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import mlx.core as mx
+
 from mlxserve_convert.weights import Weight
 
 
@@ -20,7 +22,8 @@ class Checkpoint:
     mlx-lm's ``sanitize`` translates, or with ``are_names_final`` by those of the model's parameters;
     ``source_names`` has those of the source then, for messages.
     ``keeps_layouts``: without other wishes every tensor stays in the source's own format. ``is_mlx``: the
-    source is what a conversion makes.
+    source is what a conversion makes. ``float_dtype`` is that of the floats which quantized weights become
+    without other wishes (None: what they are read as).
     ``identity`` changes when any of the source's files does.
     """
 
@@ -34,6 +37,7 @@ class Checkpoint:
     source_names: Mapping[str, str] = field(default_factory=dict)
     keeps_layouts: bool = False
     is_mlx: bool = False
+    float_dtype: mx.Dtype | None = None
     warnings: list[str] = field(default_factory=list)
     close: Callable[[], None] = lambda: None
 

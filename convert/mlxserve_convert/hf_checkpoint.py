@@ -13,6 +13,7 @@ from mlxserve.models.architectures import check_model_type
 from mlxserve.models.safetensors_file import SourceTensor, read_tensors
 from mlxserve_convert.checkpoint import Checkpoint, identity_of
 from mlxserve_convert.mapped_file import STORED_DTYPES, MappedFile, StoredWeight
+from mlxserve_convert.methods.method import floats_dtype
 from mlxserve_convert.mlx_checkpoint import join_packed, mlx_quantization
 from mlxserve_convert.prequantized import find_prequantized
 from mlxserve_convert.weights import Weight
@@ -33,10 +34,12 @@ def open_hf(path: Path) -> Checkpoint:
     prequantized = None if settings is not None else find_prequantized(config, path)
     shards, tensors = read_tensors(path)
     files = {shard: MappedFile(shard) for shard in shards}
+    float_dtype = None
     weights: dict[str, Weight] = {name: _stored(files, tensor, path) for name, tensor in tensors.items()}
     if settings is not None:
         weights = join_packed(weights, settings, str(path))
     if prequantized is not None:
+        float_dtype = floats_dtype(weights)
         weights = prequantized.decode(weights, prequantized.settings, str(path))
     _check_floats(weights, path)
     return Checkpoint(
@@ -48,6 +51,7 @@ def open_hf(path: Path) -> Checkpoint:
         identity=identity_of([*shards, path / "config.json"]),
         keeps_layouts=any(weight.is_quantized for weight in weights.values()),
         is_mlx=settings is not None,
+        float_dtype=float_dtype,
         close=lambda: _close(files.values()),
     )
 

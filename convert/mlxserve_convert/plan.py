@@ -117,7 +117,16 @@ def make_plan(checkpoint: Checkpoint, options: ConvertOptions) -> Plan:
     modules = _modules(model)
     recipe = recipe_of(options, modules)
     targets = tuple(
-        _target(name, weights[name], modules, recipe, options, keeps=keeps) for name in sorted(weights)
+        _target(
+            name,
+            weights[name],
+            modules,
+            recipe,
+            options,
+            keeps=keeps,
+            dtype=_float_dtype(weights[name], options, checkpoint.float_dtype),
+        )
+        for name in sorted(weights)
     )
     for key in ("torch_dtype", "dtype"):
         if key in config and options.dtype is not None:
@@ -137,9 +146,9 @@ def _target(
     options: ConvertOptions,
     *,
     keeps: bool,
+    dtype: mx.Dtype,
 ) -> Target:
     module = modules.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
-    dtype = _float_dtype(weight, options)
     if module is None or options.dequantize:
         return Target(name, weight, None, dtype, is_kept=False, is_matrix=module is not None)
     if keeps:
@@ -157,9 +166,11 @@ def inexact_choice(weight: Weight) -> Choice:
     return Choice("affine", 8, 32)
 
 
-def _float_dtype(weight: Weight, options: ConvertOptions) -> mx.Dtype:
-    if options.dtype is None or not mx.issubdtype(weight.dtype, mx.floating):
+def _float_dtype(weight: Weight, options: ConvertOptions, of_quantized: mx.Dtype | None) -> mx.Dtype:
+    if not mx.issubdtype(weight.dtype, mx.floating):
         return weight.dtype
+    if options.dtype is None:
+        return of_quantized if weight.is_quantized and of_quantized is not None else weight.dtype
     dtype: mx.Dtype = getattr(mx, options.dtype)
     return dtype
 

@@ -6,19 +6,28 @@ unquantized checkpoint would use. A method, or a variant of one, that no decoder
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mlxserve.errors import ConversionError
 from mlxserve.json_file import read_json_object
-from mlxserve_convert.weights import Weight
+from mlxserve_convert.methods.awq import AWQ
+from mlxserve_convert.methods.compressed_tensors import COMPRESSED_TENSORS
+from mlxserve_convert.methods.fp8 import FP8
+from mlxserve_convert.methods.gptq import GPTQ
+from mlxserve_convert.methods.method import Decoder, Method
+from mlxserve_convert.methods.mxfp4 import MXFP4
 
-Decoder = Callable[[Mapping[str, Weight], Mapping[str, Any], str], dict[str, Weight]]
-"""Tensors, the quantization settings of the config, and where the checkpoint lies (for errors)."""
-
-_DECODERS: dict[str, Decoder] = {}
+_METHODS: dict[str, Method] = {
+    "awq": AWQ,
+    "compressed-tensors": COMPRESSED_TENSORS,
+    "fbgemm_fp8": FP8,
+    "fp8": FP8,
+    "gptq": GPTQ,
+    "mxfp4": MXFP4,
+}
 _KEYS = ("quantization_config", "compression_config", "quantization")
 
 
@@ -34,11 +43,17 @@ def find_prequantized(config: Mapping[str, Any], path: Path) -> Prequantized | N
     """The method of a config, None for floats: ``bits: null`` and an empty object mean that nothing is
     quantized. Raises ConversionError for one that no decoder knows, before any weights are read."""
     text_config = config.get("text_config")
-    for place in (config, text_config if isinstance(text_config, dict) else {}):
-        for key in _KEYS:
-            settings = place.get(key)
-            if isinstance(settings, dict) and settings:
-                return _known(settings, path)
+    places = (config, text_config if isinstance(text_config, dict) else {})
+    values = [place.get(key) for place in places for key in _KEYS]
+    found = [value for value in values if isinstance(value, dict) and not _is_nothing(value)]
+    methods = list(dict.fromkeys(str(settings.get("quant_method")) for settings in found))
+    if len(methods) > 1:
+        raise ConversionError(
+            f"{path}: is quantized by several methods: quant_method {' and '.join(map(repr, methods))}, which "
+            "is not supported; convert from the unquantized checkpoint"
+        )
+    if found:
+        return _known(found[0], path)
     side_file = path / "hf_quant_config.json"
     if side_file.is_file():
         settings = read_json_object(side_file)
@@ -49,18 +64,23 @@ def find_prequantized(config: Mapping[str, Any], path: Path) -> Prequantized | N
     return None
 
 
-def _known(settings: Mapping[str, Any], path: Path) -> Prequantized | None:
+def _is_nothing(settings: Mapping[str, Any]) -> bool:
+    return set(settings) <= {"bits", "group_size", "mode"} and settings.get("bits") is None
+
+
+def _known(settings: Mapping[str, Any], path: Path) -> Prequantized:
     method = settings.get("quant_method")
     if method is None:
-        unknown = sorted(set(settings) - {"bits", "group_size", "mode"})
-        if unknown:
-            raise ConversionError(f"{path}: has a quantization that is not known: {', '.join(unknown)}")
-        return None
-    decoder = _DECODERS.get(method)
-    if decoder is None:
+        raise ConversionError(
+            f"{path}: has a quantization that is not known, without a quant_method: "
+            f"{', '.join(sorted(map(str, settings)))}"
+        )
+    known = _METHODS.get(method) if isinstance(method, str) else None
+    if known is None:
         form = settings.get("format") or settings.get("fmt")
         raise ConversionError(
             f"{path}: is quantized: quant_method {method!r}, format {form!r}, which is not supported "
-            f"(supported: {', '.join(sorted(_DECODERS)) or 'none'}); convert from the unquantized checkpoint"
+            f"(supported: {', '.join(_METHODS)}); convert from the unquantized checkpoint"
         )
-    return Prequantized(decoder, settings)
+    known.check(settings, str(path))
+    return Prequantized(known.decode, settings)

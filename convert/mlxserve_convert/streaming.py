@@ -83,7 +83,7 @@ class StreamedOutput:
             )
         if target.is_kept and target.layout is not None and self._dtype is not None:
             return self._with_scales(target, self._dtype)
-        if self._dtype != "float16" or target.dtype != mx.float16 or weight.dtype == mx.float16:
+        if target.dtype != mx.float16 or weight.dtype == mx.float16:
             return target
         too_large = 0
         for start, stop in self._blocks(target):

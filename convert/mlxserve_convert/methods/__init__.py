@@ -1,0 +1,1 @@
+"""Decoders of checkpoints that others quantized, one module a method."""
