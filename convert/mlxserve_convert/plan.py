@@ -154,7 +154,9 @@ def _target(
     if keeps:
         layout = weight.layout
         if layout is None and weight.is_quantized:
-            layout = layout_config(inexact_choice(weight), weight.num_columns, mx.float32)
+            # Scales of 16 bits would cost more than the 8 bits do.
+            dtype = mx.float32 if options.dtype is None else dtype
+            layout = layout_config(inexact_choice(weight), weight.num_columns, dtype)
         return Target(name, weight, layout, dtype, is_kept=weight.layout is not None, is_matrix=True)
     choice = recipe(module)
     layout = None if choice is None else layout_config(choice, weight.num_columns, dtype)

@@ -49,8 +49,8 @@ def find_prequantized(config: Mapping[str, Any], path: Path) -> Prequantized | N
     methods = list(dict.fromkeys(str(settings.get("quant_method")) for settings in found))
     if len(methods) > 1:
         raise ConversionError(
-            f"{path}: is quantized by several methods: quant_method {' and '.join(map(repr, methods))}, which "
-            "is not supported; convert from the unquantized checkpoint"
+            f"{path}: is quantized by several methods: quant_method {' and '.join(map(repr, methods))}, "
+            "which is not supported; convert from the unquantized checkpoint"
         )
     if found:
         return _known(found[0], path)

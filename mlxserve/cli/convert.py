@@ -38,6 +38,9 @@ def convert_command(
         str | None,
         typer.Option(metavar="TYPE", help="float16, bfloat16 or float32 (default: the source's)."),
     ] = None,
+    dequantize: Annotated[
+        bool, typer.Option("--dequantize", help="Make floats of a quantized source.")
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be done for each matrix and write nothing.")
     ] = False,
@@ -75,6 +78,7 @@ def convert_command(
         bits=bits,
         group_size=group_size,
         dtype=dtype,
+        dequantize=dequantize,
         force=force,
         dry_run=dry_run,
         mode=mode,
@@ -94,6 +98,8 @@ def convert_command(
 
 def _default_name(source: Path, options: Any) -> str:
     stem = source.stem if source.suffix == ".gguf" else source.name
+    if options.dequantize:
+        return f"{stem}-floats"
     return f"{stem}-mlx" if options.bits is None else f"{stem}-{options.bits}bit"
 
 

@@ -235,9 +235,9 @@ def test_what_the_config_alone_rules_out_needs_no_weights(tmp_path: Path, auto_m
     with pytest.raises(UnsupportedModelError, match=r"'no_such_arch' is not supported \(.*llama"):
         run(tmp_path, tmp_path.with_name("out"))
     (tmp_path / "config.json").write_text(
-        json.dumps({**LLAMA, "quantization_config": {"quant_method": "awq"}})
+        json.dumps({**LLAMA, "quantization_config": {"quant_method": "hqq"}})
     )
-    with pytest.raises(ConversionError, match="'awq'"):
+    with pytest.raises(ConversionError, match="'hqq'"):
         run(tmp_path, tmp_path.with_name("out"))
 
 
@@ -265,13 +265,65 @@ def test_a_known_architecture_with_code_beside_it_converts_without_it(tmp_path: 
 @pytest.mark.parametrize(
     ("quantization", "names"),
     [
-        ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}, ["awq"]),
-        ({"quant_method": "gptq", "bits": 4, "sym": True, "desc_act": True}, ["gptq"]),
-        ({"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}, ["fp8", "e4m3"]),
-        ({"quant_method": "compressed-tensors", "format": "float-quantized"}, ["float-quantized"]),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, ["'awq'", "'gemv'", "only: gemm"]),
+        ({"quant_method": "awq", "bits": 8, "version": "GEMM"}, ["'awq'", "'gemm'", "bits 8, only: 4"]),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, ["'gptq'", "'marlin'"]),
+        ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, ["'gptq'", "'marlin'"]),
+        ({"quant_method": "gptq", "bits": 5}, ["'gptq'", "bits 5, only: 2, 3, 4, 8"]),
+        ({"quant_method": "fp8", "fmt": "e4m3fnuz"}, ["'fp8'", "'e4m3fnuz'"]),
+        ({"quant_method": "fp8", "weight_block_size": 128}, ["'fp8'", "weight_block_size 128"]),
+        ({"quant_method": "compressed-tensors", "format": "marlin-24"}, ["'marlin-24'"]),
+        ({"quant_method": "compressed-tensors", "format": "sparse-24-bitmask"}, ["'sparse-24-bitmask'"]),
+        ({"quant_method": "compressed-tensors"}, ["'compressed-tensors'", "'None'"]),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "pack-quantized",
+                "sparsity_config": {"format": "sparse-24-bitmask"},
+            },
+            ["'pack-quantized'", "sparsity_config 'sparse-24-bitmask'"],
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "pack-quantized",
+                "transform_config": {"config_groups": {"u": {"type": "hadamard"}}},
+            },
+            ["'pack-quantized'", "transform_config"],
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "int-quantized",
+                "quantization_status": "frozen",
+            },
+            ["'int-quantized'", "quantization_status 'frozen'"],
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "float-quantized",
+                "config_groups": {"g": {"weights": {"num_bits": 4, "type": "int"}}},
+            },
+            ["'float-quantized'", "weights of type int with 4 bits"],
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "mixed-precision",
+                "config_groups": {
+                    "a": {"format": "pack-quantized", "weights": {"num_bits": 4, "type": "int"}},
+                    "b": {"format": "mxfp6-pack-quantized", "weights": {"num_bits": 6, "type": "float"}},
+                },
+            },
+            ["'mxfp6-pack-quantized'"],
+        ),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, ["'modelopt'"]),
+        ({"quant_method": "hqq"}, ["'hqq'"]),
+        ({"quant_method": "aqlm"}, ["'aqlm'"]),
+        ({"quant_method": ["awq"]}, ["['awq']"]),
         ({"quant_method": "compressed-tensors", "format": "zip-quantized"}, ["zip-quantized"]),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, ["bitsandbytes"]),
-        ({"quant_method": "mxfp4"}, ["mxfp4"]),
         ({"mystery": 1}, ["mystery"]),
     ],
 )
@@ -286,6 +338,14 @@ def test_quantized_sources_are_refused_by_name(
         run(source, tmp_path / "out", bits=4)
     assert all(name in str(error.value) for name in names)
     assert "\n" not in str(error.value)
+
+
+def test_two_methods_at_once_are_refused_by_name(tmp_path: Path) -> None:
+    methods = [{"quant_method": "fp8"}, {"quant_method": "awq", "bits": 4}]
+    config = {**LLAMA, "quantization_config": methods[0], "text_config": {"quantization_config": methods[1]}}
+    source = write_folder(tmp_path / "source", config, {"x": np.ones(4, np.float32)})
+    with pytest.raises(ConversionError, match="by several methods: quant_method 'fp8' and 'awq'"):
+        run(source, tmp_path / "out")
 
 
 def test_an_empty_quantization_means_none(tmp_path: Path) -> None:

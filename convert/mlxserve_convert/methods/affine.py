@@ -12,7 +12,7 @@ from abc import abstractmethod
 import mlx.core as mx
 import numpy as np
 
-from mlxserve_convert.methods.method import fields
+from mlxserve_convert.methods.method import columns_at, fields
 from mlxserve_convert.mlx_checkpoint import dequantized
 from mlxserve_convert.options import BITS, GROUP_SIZES
 from mlxserve_convert.weights import Layout, Packed, Weight
@@ -75,6 +75,7 @@ class AffineWeight(Weight):
         if groups is None:
             groups = np.arange(self.num_columns, dtype=np.int64) // self.group_size
         scales = self.scales(start, stop)
-        index = mx.array(groups)
-        zeros = mx.broadcast_to(self.zeros(start, stop), scales.shape)
-        return (self.integers(start, stop) - zeros[:, index]) * scales[:, index]
+        zeros = self.zeros(start, stop)
+        if zeros.ndim:
+            zeros = columns_at(zeros, groups)
+        return (self.integers(start, stop) - zeros) * columns_at(scales, groups)

@@ -88,18 +88,21 @@ def _matrix(weights: Mapping[str, Weight], module: str, where: str) -> AwqWeight
     scales = part(weights, f"{module}.scales", where)
     qzeros = weights.get(f"{module}.qzeros")
     check_type(qweight, f"{module}.qweight", where, mx.int32, mx.uint32)
-    shapes = [weight.shape for weight in (qweight, scales) if len(weight.shape) == 2]
-    is_matrix = (
-        len(shapes) == 2 and shapes[1][1] == shapes[0][1] * _PER_WORD and shapes[0][0] % _PER_WORD == 0
-    )
-    if not is_matrix or shapes[0][0] % max(shapes[1][0], 1):
+    if not _is_matrix(qweight.shape, scales.shape):
         raise ConversionError(
-            f"{where}: {module} has qweight {qweight.shape} and scales {scales.shape}, which are no AWQ matrix"
+            f"{where}: {module} has qweight {qweight.shape} and scales {scales.shape}, no AWQ matrix"
         )
     if qzeros is not None:
         part(weights, f"{module}.qzeros", where, scales.shape[0], qweight.shape[1])
         check_type(qzeros, f"{module}.qzeros", where, mx.int32, mx.uint32)
     return AwqWeight(qweight, qzeros, scales, qweight.shape[0] // scales.shape[0])
+
+
+def _is_matrix(qweight: tuple[int, ...], scales: tuple[int, ...]) -> bool:
+    if len(qweight) != 2 or len(scales) != 2 or 0 in qweight + scales:
+        return False
+    is_whole = qweight[0] % scales[0] == 0 and qweight[0] % _PER_WORD == 0
+    return is_whole and scales[1] == qweight[1] * _PER_WORD
 
 
 AWQ = Method(_check, _decode)

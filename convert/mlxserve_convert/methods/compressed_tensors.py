@@ -1,7 +1,7 @@
 """compressed-tensors, the format of llm-compressor: one container, several ways of packing.
 
-    pack-quantized         weight_packed int32: q + 2^(bits - 1) along the input from the lowest bit on, which are
-                           MLX's words; weight_scale; weight_zero_point packed alike, but along the output
+    pack-quantized         weight_packed int32: q + 2^(bits - 1) along the input from the lowest bit on, which
+                           are MLX's words; weight_scale; weight_zero_point packed along the output
     int-quantized          weight int8; weight_scale; weight_zero_point as it is
     float-quantized        weight float8; weight_scale a tensor, a row or a block
     naive-quantized        either of the two above

@@ -1,9 +1,9 @@
-"""Float8 weights with a scale a tensor, a row or a block: ``w = float8 * scale``, whatever the scale is called.
+"""Float8 weights with a scale a tensor, a row or a block: ``w = float8 * scale``, whatever its name says.
 
 DeepSeek's releases name the factor ``weight_scale_inv`` and keep one for each block of 128 rows and columns;
 others write ``weight_scale`` of shape [], [1], [out] or [out, 1]
-(https://huggingface.co/docs/transformers/quantization/finegrained_fp8). Where all scales are powers of two this
-is MLX's mxfp8, bit by bit.
+(https://huggingface.co/docs/transformers/quantization/finegrained_fp8). Where all scales are powers of two
+this is MLX's mxfp8, bit by bit.
 """
 
 from __future__ import annotations

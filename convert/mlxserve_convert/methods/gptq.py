@@ -1,10 +1,10 @@
 """GPTQ as AutoGPTQ and GPTQModel write it.
 
-``qweight`` [in * bits / 32, out] int32 holds each output's integers one after the other along the input, from
-the lowest bit on: transposed, these are MLX's words. ``qzeros`` [groups, out * bits / 32] is packed along the
-output, ``scales`` [groups, out] is not. ``g_idx`` [in] names the group of each input; with act-order the inputs
-of a group do not follow each other. Format "gptq" stores each zero point less one, "gptq_v2" as it is
-(https://github.com/ModelCloud/GPTQModel).
+``qweight`` [in * bits / 32, out] int32 holds each output's integers one after the other along the input,
+from the lowest bit on: transposed, these are MLX's words. ``qzeros`` [groups, out * bits / 32] is packed
+along the output, ``scales`` [groups, out] is not. ``g_idx`` [in] names the group of each input; with
+act-order the inputs of a group do not follow each other. Format "gptq" stores each zero point less one,
+"gptq_v2" as it is (https://github.com/ModelCloud/GPTQModel).
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def _matrix(weights: Mapping[str, Weight], module: str, settings: Settings, wher
     num_groups = scales.shape[0]
     if rest or bits not in _BITS or scales.shape[1] != num_outputs or qzeros.shape[0] != num_groups:
         raise ConversionError(
-            f"{where}: {module} has qweight {qweight.shape}, qzeros {qzeros.shape} and scales {scales.shape}, "
-            "which are no GPTQ matrix"
+            f"{where}: {module} has qweight {qweight.shape}, qzeros {qzeros.shape} and scales "
+            f"{scales.shape}, no GPTQ matrix"
         )
     num_inputs = qweight.shape[0] * 32 // bits
     group_size = _group_size(num_inputs, num_groups, settings.get("group_size", -1))

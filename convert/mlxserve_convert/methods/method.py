@@ -46,8 +46,8 @@ def refused(settings: Settings, where: str, reason: str, form: object = None) ->
     if form is None:
         form = settings.get("format") or settings.get("fmt") or settings.get("version")
     return ConversionError(
-        f"{where}: is quantized: quant_method {settings.get('quant_method')!r}, format {form!r}, which is not "
-        f"supported ({reason}); convert from the unquantized checkpoint"
+        f"{where}: is quantized: quant_method {settings.get('quant_method')!r}, format {form!r}, which is "
+        f"not supported ({reason}); convert from the unquantized checkpoint"
     )
 
 
@@ -77,13 +77,18 @@ def fields(words: mx.array, bits: int, count: int) -> mx.array:
         return split.reshape(words.shape[0], -1)[:, :count]
     firsts = np.arange(count, dtype=np.int64) * bits
     offsets = (firsts % 32).astype(np.uint32)
-    low = words[:, mx.array(firsts // 32)] >> mx.array(offsets)
+    low = columns_at(words, firsts // 32) >> mx.array(offsets)
     # A shift by 32 is undefined: numbers that start a word have no part in the next one.
     has_rest = offsets + bits > 32
     nexts = np.where(has_rest, firsts // 32 + 1, firsts // 32)
-    high = words[:, mx.array(nexts)] << mx.array(np.where(has_rest, 32 - offsets, 0).astype(np.uint32))
+    high = columns_at(words, nexts) << mx.array(np.where(has_rest, 32 - offsets, 0).astype(np.uint32))
     joined = mx.where(mx.array(has_rest), low | high, low)
     return joined & mx.array((1 << bits) - 1, mx.uint32)
+
+
+def columns_at(array: mx.array, index: np.ndarray[Any, np.dtype[np.int64]]) -> mx.array:
+    """``array[:, index]``, by numpy, which is ten times faster at that than MLX on the CPU."""
+    return mx.array(np.take(np.array(array, copy=False), index, axis=1))
 
 
 def fields_between(words: Weight, bits: int, start: int, stop: int) -> mx.array:
