@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import io
 import json
 import re
 import zlib
@@ -144,9 +145,7 @@ def _open(path: Path) -> IO[bytes]:
     if path.suffix.lower() == ".gz":
         return cast(IO[bytes], gzip.GzipFile(path))
     if path.suffix.lower() == ".zst":
-        pyarrow = _pyarrow(path)
-        stream: IO[bytes] = pyarrow.PythonFile(pyarrow.input_stream(str(path), compression="zstd"), mode="r")
-        return stream
+        return io.BufferedReader(_pyarrow(path).input_stream(str(path), compression="zstd"))
     return path.open("rb")
 
 
