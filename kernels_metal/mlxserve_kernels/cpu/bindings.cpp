@@ -104,6 +104,19 @@ void bind_experts(nb::module_& m) {
   }, "logits"_a, "top_k"_a, "is_normalized"_a);
 }
 
+void bind_training(nb::module_& m) {
+  m.def("matmul", &mlxserve::matmul, "x"_a, "w"_a);
+  m.def("adapted_matmul", &mlxserve::adapted_matmul, "x"_a, "a"_a, "b"_a, "scale"_a, "w"_a, "scales"_a.none(),
+        "biases"_a.none(), "group_size"_a, "bits"_a, "mode"_a);
+  m.def("rotate_heads", &mlxserve::rotate_heads, "x"_a, "positions"_a, "inverse_frequencies"_a, "position_scale"_a,
+        "input_scale"_a, "is_interleaved"_a);
+  m.def("causal_attention", &mlxserve::causal_attention, "q"_a, "k"_a, "v"_a, "segments"_a.none(), "scale"_a,
+        "window"_a, "softcap"_a);
+  m.def("cross_entropy_head", &mlxserve::cross_entropy_head, "hidden"_a, "targets"_a, "weights"_a, "w"_a,
+        "scales"_a.none(), "biases"_a.none(), "group_size"_a, "bits"_a, "mode"_a, "logit_scale"_a, "softcap"_a,
+        "with_gradient"_a);
+}
+
 }  // namespace
 
 NB_MODULE(_cpu, m) {
@@ -147,4 +160,5 @@ NB_MODULE(_cpu, m) {
         "kv_lens"_a, "scale"_a, "window"_a, "softcap"_a, "sinks"_a.none(), "kv_bits"_a);
   bind_decoder(m);
   bind_experts(m);
+  bind_training(m);
 }

@@ -1,6 +1,7 @@
 // The kernels for one instruction set: this file is compiled several times, with MLXSERVE_ISA naming the set.
 #include "kernels.h"
 #include "kv_layout.h"
+#include "training_kernels.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -23,6 +24,7 @@ namespace {
 #include "attention.h"
 #include "matmul.h"
 #include "columns.h"
+#include "activations.h"
 #include "rows.h"
 #include "low_rank.h"
 #include "sampling.h"
@@ -32,6 +34,7 @@ namespace {
 
 }  // namespace
 
+extern const TrainingKernels training_kernels;
 extern const Kernels kernels;
 const Kernels kernels = {
     .name = MLXSERVE_STRING(MLXSERVE_ISA),
@@ -73,6 +76,7 @@ const Kernels kernels = {
     .attend_split = attend_split,
     .attend_merge = attend_merge,
     .attend_whole = attend_whole,
+    .training = &training_kernels,
 };
 
 }  // namespace mlxserve::MLXSERVE_ISA

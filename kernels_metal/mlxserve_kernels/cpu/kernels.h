@@ -140,6 +140,8 @@ constexpr long kSplit = 128;  // keys, in absolute positions, that one partial r
 constexpr long kMaxDirectRows = 4;
 constexpr long kColumns = 128, kMaxColumnRows = 128;  // of a ColumnsTile
 
+struct TrainingKernels;
+
 // What one instruction set offers. No function throws or allocates; scratch is given by the caller.
 struct Kernels {
   const char* name;
@@ -202,6 +204,8 @@ struct Kernels {
   void (*attend_split)(const Attention&, const AttentionItem&, long split, float* partial, float* scratch);
   void (*attend_merge)(const Attention&, const AttentionItem&, const float* partials, float* scratch);
   void (*attend_whole)(const Attention&, const AttentionItem&, float* scratch);
+
+  const TrainingKernels* training;
 };
 
 }  // namespace mlxserve

@@ -14,21 +14,19 @@
 namespace mlxserve {
 namespace {
 
-Weight dense_weight(const mx::array& w) {
-  return {format_of(w.dtype()), w.shape(0), w.shape(1), nullptr, 0, Format::float32, nullptr, nullptr};
-}
-
-void direct(const Weight& w, const float* x, float* y, long rows) {
+void direct(const Weight& w, const float* x, float* y, long rows, const After& after) {
   const Kernels& use = kernels();
   long columns = std::clamp(round_up(w.n / (8L * num_threads()), 16), 32L, 512L);
   long tasks = (w.n + columns - 1) / columns;
   parallel_for(tasks, [&](long task) {
     long begin = task * columns;
-    use.matmul_direct(w, {x, y, w.n, 0, rows, begin, std::min(begin + columns, w.n)});
+    MatmulTile tile{x, y, w.n, 0, rows, begin, std::min(begin + columns, w.n)};
+    use.matmul_direct(w, tile);
+    if (after) after(tile);
   });
 }
 
-void panels(const Weight& w, const float* x, float* y, long rows) {
+void panels(const Weight& w, const float* x, float* y, long rows, const After& after) {
   const Kernels& use = kernels();
   mx::allocator::Data memory = mx::allocator::malloc(use.packed_floats(rows, w.k) * sizeof(float) + 64);
   auto address = reinterpret_cast<std::uintptr_t>(memory.buffer().raw_ptr());
@@ -47,17 +45,12 @@ void panels(const Weight& w, const float* x, float* y, long rows) {
     long col = task / parts * use.panel_cols, row = task % parts * height;
     MatmulTile tile{x, y, w.n, row, std::min(row + height, rows), col, std::min(col + use.panel_cols, w.n)};
     use.matmul_panel(w, tile, packed, scratch(0, use.panel_floats(w.k)));
+    if (after) after(tile);
   });
 }
 
-void matmul(const Weight& w, const float* x, float* y, long rows) {
-  if (rows == 0 || w.n == 0) return;
-  if (rows <= kMaxDirectRows) return direct(w, x, y, rows);
-  panels(w, x, y, rows);
-}
-
-// `rows` rows of x @ w, or of x^T @ w where x is turned.
-void columns(const Weight& w, const Input& x, bool is_turned, const Output& y, long rows) {
+// `rows` rows of x @ w, or of x^T @ w where x is turned. `after` is for rows of floats.
+void columns(const Weight& w, const Input& x, bool is_turned, const Output& y, long rows, const After& after) {
   if (rows == 0 || w.k == 0) return;
   if (w.n == 0) return void(std::memset(y.data, 0, rows * w.k * size_of(y.format)));
   const long strips = (w.k + kColumns - 1) / kColumns;
@@ -67,9 +60,11 @@ void columns(const Weight& w, const Input& x, bool is_turned, const Output& y, l
   parts = (rows + height - 1) / height;
   parallel_for(strips * parts, [&](long task) {
     const long col = task / parts * kColumns, row = task % parts * height;
-    kernels().matmul_columns(w, {x.data, x.format, is_turned, x.width, y.data, y.format, y.width, row,
-                                 std::min(row + height, rows), col, std::min(col + kColumns, w.k)},
-                             scratch(0, kernels().columns_floats()));
+    const ColumnsTile tile{x.data, x.format, is_turned, x.width, y.data, y.format, y.width, row,
+                           std::min(row + height, rows), col, std::min(col + kColumns, w.k)};
+    kernels().matmul_columns(w, tile, scratch(0, kernels().columns_floats()));
+    if (after)
+      after({nullptr, reinterpret_cast<float*>(y.data), y.width, row, tile.row_end, col, tile.col_end});
   });
 }
 
@@ -92,8 +87,8 @@ class Matmul : public CpuPrimitive {
     Input from = input_rows(x, x.shape(-1));
     Output to = output_rows(out, out.shape(-1));
     encoder.dispatch([w, from, to, product = product_, rows = to.width ? long(out.size()) / to.width : 0] {
-      if (product != Product::rows) return columns(w, from, product == Product::turned, to, rows);
-      in_floats(from, to, rows, [&](const float* x, float* y, long, long count) { matmul(w, x, y, count); });
+      if (product != Product::rows) return columns(w, from, product == Product::turned, to, rows, {});
+      in_floats(from, to, rows, [&](const float* x, float* y, long, long count) { multiply_rows(w, x, y, count, {}); });
     });
   }
 
@@ -162,6 +157,21 @@ class EmbedRows : public CpuPrimitive {
 };
 
 }  // namespace
+
+Weight dense_weight(const mx::array& w) {
+  return {format_of(w.dtype()), w.shape(0), w.shape(1), nullptr, 0, Format::float32, nullptr, nullptr};
+}
+
+void multiply_rows(const Weight& w, const float* x, float* y, long rows, const After& after) {
+  if (rows == 0 || w.n == 0) return;
+  if (rows <= kMaxDirectRows) return direct(w, x, y, rows, after);
+  panels(w, x, y, rows, after);
+}
+
+void multiply_columns(const Weight& w, const float* x, float* y, long rows, const After& after) {
+  columns(w, {reinterpret_cast<const char*>(x), Format::float32, w.n}, false,
+          {reinterpret_cast<char*>(y), Format::float32, w.k}, rows, after);
+}
 
 mx::array quantized_matmul(const mx::array& x, const mx::array& w, const mx::array& scales,
                            const std::optional<mx::array>& biases, int group_size, int bits, const std::string& mode,

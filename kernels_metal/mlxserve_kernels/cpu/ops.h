@@ -70,6 +70,21 @@ mx::array gated_experts(const mx::array& x, const mx::array& ids, const std::opt
 mx::array lora_delta(const mx::array& x, const mx::array& a, const mx::array& b, const mx::array& slots,
                      const mx::array& scales);
 
+// x [..., K] @ w [K, N].
+mx::array matmul(const mx::array& x, const mx::array& w);
+// x @ w^T + scale * (x @ a) @ b.
+mx::array adapted_matmul(const mx::array& x, const mx::array& a, const mx::array& b, float scale, const mx::array& w,
+                         const std::optional<mx::array>& scales, const std::optional<mx::array>& biases, int group_size,
+                         int bits, const std::string& mode);
+mx::array rotate_heads(const mx::array& x, const mx::array& positions, const mx::array& inverse_frequencies,
+                       float position_scale, float input_scale, bool is_interleaved);
+mx::array causal_attention(const mx::array& q, const mx::array& k, const mx::array& v,
+                           const std::optional<mx::array>& segments, float scale, int window, float softcap);
+mx::array cross_entropy_head(const mx::array& hidden, const mx::array& targets, const mx::array& weights,
+                             const mx::array& w, const std::optional<mx::array>& scales,
+                             const std::optional<mx::array>& biases, int group_size, int bits, const std::string& mode,
+                             float logit_scale, float softcap, bool with_gradient);
+
 std::pair<mx::array, mx::array> route(const mx::array& logits, int top_k, bool is_normalized);
 
 }  // namespace mlxserve

@@ -1,6 +1,7 @@
 // Products with a weight, for the primitives that are each other's gradients.
 #pragma once
 
+#include <functional>
 #include <vector>
 
 #include "kernels.h"
@@ -17,5 +18,16 @@ mlx::core::array lazy_product(std::vector<mlx::core::array> inputs, const Weight
 
 // x @ w^T with tiles.
 mlx::core::array lazy_tiled(std::vector<mlx::core::array> inputs, const Weight& shape, mlx::core::Dtype dtype);
+
+// The shape of a dense w [N, K], without its data.
+Weight dense_weight(const mlx::core::array& w);
+
+// Takes a rectangle of y that is done.
+using After = std::function<void(const MatmulTile&)>;
+
+// y [rows, N] = x [rows, K] @ w^T, and y [rows, K] = x [rows, N] @ w, on all threads; `after` may be empty. Not for
+// tiles.
+void multiply_rows(const Weight& w, const float* x, float* y, long rows, const After& after);
+void multiply_columns(const Weight& w, const float* x, float* y, long rows, const After& after);
 
 }  // namespace mlxserve

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cstring>
 
 #include "floats.h"
 #include "isa.h"
@@ -6,6 +7,7 @@
 #include "ops.h"
 #include "pool.h"
 #include "primitive.h"
+#include "row_gradients.h"
 
 namespace mlxserve {
 namespace {
@@ -85,27 +87,17 @@ class RmsNorm : public CpuPrimitive {
   // what comes back through the sum.
   std::vector<mx::array> vjp(const std::vector<mx::array>& primals, const std::vector<mx::array>& cotangents,
                              const std::vector<int>& argnums, const std::vector<mx::array>& outputs) override {
-    mx::Stream s = stream();
-    auto wide = [&](const mx::array& a) { return mx::astype(a, mx::float32, s); };
+    auto wide = [&](const mx::array& a) { return mx::astype(a, mx::float32, stream()); };
     const int weight_at = has_residual_ ? 2 : 1;
-    mx::array x = wide(has_residual_ ? outputs[1] : primals[0]), dy = wide(cotangents[0]);
-    mx::array r = mx::rsqrt(mx::add(mx::mean(mx::square(x, s), -1, true, s), mx::array(eps_), s), s);
-    mx::array normed = mx::multiply(x, r, s);
+    std::optional<mx::array> weight, d_sum;
+    if (int(primals.size()) > weight_at) weight = wide(primals[weight_at]);
+    if (has_residual_) d_sum = wide(cotangents[1]);
+    const bool is_weight_wanted = std::find(argnums.begin(), argnums.end(), weight_at) != argnums.end();
+    auto [d_x, d_weight] = rms_norm_gradient(wide(has_residual_ ? outputs[1] : primals[0]), weight, wide(cotangents[0]),
+                                             d_sum, eps_, is_weight_wanted);
     std::vector<mx::array> gradients;
-    for (int argnum : argnums) {
-      if (argnum == weight_at) {
-        mx::Shape rows{int(x.size() / x.shape(-1)), x.shape(-1)};
-        mx::array sums = mx::sum(mx::reshape(mx::multiply(dy, normed, s), rows, s), 0, false, s);
-        gradients.push_back(mx::astype(sums, primals[argnum].dtype(), s));
-        continue;
-      }
-      bool has_weight = int(primals.size()) > weight_at;
-      mx::array g = has_weight ? mx::multiply(dy, wide(primals[weight_at]), s) : dy;
-      mx::array along = mx::mean(mx::multiply(g, normed, s), -1, true, s);
-      mx::array dx = mx::multiply(r, mx::subtract(g, mx::multiply(normed, along, s), s), s);
-      if (has_residual_) dx = mx::add(dx, wide(cotangents[1]), s);
-      gradients.push_back(mx::astype(dx, primals[argnum].dtype(), s));
-    }
+    for (int argnum : argnums)
+      gradients.push_back(mx::astype(argnum == weight_at ? *d_weight : d_x, primals[argnum].dtype(), stream()));
     return gradients;
   }
 
@@ -136,16 +128,11 @@ class Gated : public CpuPrimitive {
 
   std::vector<mx::array> vjp(const std::vector<mx::array>& primals, const std::vector<mx::array>& cotangents,
                              const std::vector<int>& argnums, const std::vector<mx::array>&) override {
-    mx::Stream s = stream();
-    auto wide = [&](const mx::array& a) { return mx::astype(a, mx::float32, s); };
-    mx::array gate = wide(primals[0]), dy = wide(cotangents[0]);
-    auto [value, slope] = value_and_slope(gate);
+    auto wide = [&](const mx::array& a) { return mx::astype(a, mx::float32, stream()); };
+    auto [d_gate, d_up] = gated_gradient(wide(primals[0]), wide(primals[1]), wide(cotangents[0]), activation_);
     std::vector<mx::array> gradients;
-    for (int argnum : argnums) {
-      mx::array gradient = argnum == 1 ? mx::multiply(dy, value, s)
-                                       : mx::multiply(mx::multiply(dy, wide(primals[1]), s), slope, s);
-      gradients.push_back(mx::astype(gradient, primals[argnum].dtype(), s));
-    }
+    for (int argnum : argnums)
+      gradients.push_back(mx::astype(argnum == 0 ? d_gate : d_up, primals[argnum].dtype(), stream()));
     return gradients;
   }
 
@@ -165,29 +152,6 @@ class Gated : public CpuPrimitive {
     use.widen(format, up + offset, count, ups);
     use.activate(f, gates, ups, count);
     use.narrow(format, gates, count, y + offset);
-  }
-
-  // f(g) and its derivative.
-  std::pair<mx::array, mx::array> value_and_slope(const mx::array& g) {
-    mx::Stream s = stream();
-    mx::array one(1.0f), half(0.5f);
-    auto times = [&](const mx::array& a, const mx::array& b) { return mx::multiply(a, b, s); };
-    auto plus = [&](const mx::array& a, const mx::array& b) { return mx::add(a, b, s); };
-    mx::array share = one, slope = one;  // f(g) / g; its derivative
-    if (activation_ == Activation::silu) {
-      share = mx::sigmoid(g, s);
-      slope = times(share, mx::subtract(one, share, s));
-    } else if (activation_ == Activation::gelu_tanh) {
-      mx::array root(0.7978845608f), cubic(0.044715f), square = mx::square(g, s);
-      mx::array t = mx::tanh(times(times(root, g), plus(one, times(cubic, square))), s);
-      share = times(half, plus(one, t));
-      mx::array inner = times(root, plus(one, times(mx::array(3 * 0.044715f), square)));
-      slope = times(times(half, mx::subtract(one, mx::square(t, s), s)), inner);
-    } else {
-      share = times(half, plus(one, mx::erf(times(g, mx::array(0.7071067812f)), s)));
-      slope = times(mx::array(0.3989422804f), mx::exp(times(mx::array(-0.5f), mx::square(g, s)), s));
-    }
-    return {times(g, share), plus(share, times(g, slope))};
   }
 
   Activation activation_;
@@ -215,6 +179,11 @@ template <class Item>
 void gather(const Item* from, Item* to, const mx::Shape& shape, const mx::Strides& strides, int axis) {
   thread_local long written;
   if (axis == 0) written = 0;
+  if (axis + 1 == int(shape.size()) && strides[axis] == 1) {
+    std::memcpy(to + written, from, shape[axis] * sizeof(Item));
+    written += shape[axis];
+    return;
+  }
   if (axis == int(shape.size())) {
     to[written++] = *from;
     return;

@@ -32,11 +32,21 @@ from mlxserve_kernels.ops.rows import gelu_mul, rms_norm, silu_mul
 from mlxserve_kernels.ops.sampling import greedy_tokens, sample_tokens
 from mlxserve_kernels.ops.state import implementation, release_thread, supports_steps_in_flight
 from mlxserve_kernels.ops.tiles import can_tile, pack_tiles, tiled_matmul, tiled_rows, unpack_tiles
+from mlxserve_kernels.ops.training import (
+    adapted_linear,
+    causal_attention,
+    cross_entropy_head,
+    matmul,
+    rotate_heads,
+)
 
 __all__ = [
+    "adapted_linear",
     "can_tile",
+    "causal_attention",
     "copy_pages",
     "copy_through",
+    "cross_entropy_head",
     "embed_rows",
     "gate_up",
     "gated_experts",
@@ -46,6 +56,7 @@ __all__ = [
     "implementation",
     "linear",
     "lora_delta",
+    "matmul",
     "num_threads",
     "order_behind",
     "own_rows",
@@ -58,6 +69,7 @@ __all__ = [
     "rms_norm",
     "rope_and_write_pages",
     "rotate",
+    "rotate_heads",
     "route",
     "sample_tokens",
     "silu_mul",
