@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from math import log
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -21,6 +20,7 @@ from mlxserve.models.experts import gated_experts, router
 from mlxserve.models.joined import join_layers
 from mlxserve.models.layers import KernelLinear, KernelQuantizedLinear, KernelRMSNorm, TiledLinear
 from mlxserve.models.paged import LayerSpec, ModelPages, PagedLayerCache, PagedMetadata
+from mlxserve.models.rope_table import rope_table
 from mlxserve_kernels.decoder import DecoderLayer, Experts, Norm, Projection, Rope
 from mlxserve_kernels.dispatch import decoder_kind
 from mlxserve_kernels.op_stack import OpStack
@@ -72,8 +72,6 @@ _FAMILIES = {
 
 _OFFSET_NORMS = ("gemma2.RMSNorm", "gemma3_text.RMSNorm")
 """Norms whose weight is an offset from 1."""
-
-_ROPES_WITH_TABLE = ("Llama3RoPE", "YarnRoPE", "SuScaledRoPE", "ProportionalRoPE")
 
 
 class _NotStandardError(Exception):
@@ -390,18 +388,9 @@ def _norm(module: nn.Module, name: str | None) -> Norm | None:
 
 
 def _rope(rope: nn.Module) -> Rope | None:
-    name = type(rope).__name__
     if _name(rope) == "smollm3.NoPE":
         return None
-    if type(rope) is nn.RoPE:
-        half = rope.dims // 2
-        # As mx.fast.rope computes them from the base.
-        frequencies = mx.exp(mx.arange(0, -half, -1, dtype=mx.float32) * mx.array(log(rope.base) / half))
-        return Rope(frequencies, position_scale=rope.scale, is_interleaved=rope.traditional)
-    if name in _ROPES_WITH_TABLE and _name(rope) == f"rope_utils.{name}":
-        return Rope(
-            1.0 / rope._freqs,
-            input_scale=float(getattr(rope, "mscale", getattr(rope, "_scale", 1.0))),
-            is_interleaved=getattr(rope, "traditional", False),
-        )
-    raise _NotStandardError
+    table = rope_table(rope)
+    if table is None:
+        raise _NotStandardError
+    return table

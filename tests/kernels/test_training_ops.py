@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 import numpy as np
@@ -19,12 +19,13 @@ Function = Callable[..., mx.array]
 
 
 @pytest.fixture(params=[1, 2])
-def threads(request: pytest.FixtureRequest, isa: str) -> Iterator[int]:
-    """Runs a test on each instruction set with one thread and with two."""
+def threads(request: pytest.FixtureRequest, isa: str) -> int:
+    """Runs a test on each instruction set with one thread and with two; ``isa`` puts both back."""
     cpu = extension()
     assert cpu is not None
     cpu.configure(request.param, isa)
-    yield request.param
+    count: int = request.param
+    return count
 
 
 def gradients(function: Function, args: Sequence[mx.array], weights: mx.array) -> list[mx.array]:
