@@ -1,4 +1,5 @@
-"""A Hugging Face folder as a checkpoint: floats, MLX's own layouts, and the quantized formats we decode."""
+"""A Hugging Face folder as a checkpoint: floats in safetensors or PyTorch files, MLX's own layouts, and the
+quantized formats we decode."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from mlxserve_convert.mapped_file import STORED_DTYPES, MappedFile, StoredWeight
 from mlxserve_convert.methods.method import floats_dtype
 from mlxserve_convert.mlx_checkpoint import join_packed, mlx_quantization
 from mlxserve_convert.prequantized import find_prequantized
+from mlxserve_convert.torch_file import has_torch_files, read_torch_folder
 from mlxserve_convert.weights import Weight
 
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.jsonl")
@@ -32,10 +34,9 @@ def open_hf(path: Path) -> Checkpoint:
     check_model_type(config, path)
     settings = mlx_quantization(config)
     prequantized = None if settings is not None else find_prequantized(config, path)
-    shards, tensors = read_tensors(path)
-    files = {shard: MappedFile(shard) for shard in shards}
+    is_torch = has_torch_files(path) and not any(path.glob("model*.safetensors*"))
+    files, weights = read_torch_folder(path) if is_torch else _safetensors(path)
     float_dtype = None
-    weights: dict[str, Weight] = {name: _stored(files, tensor, path) for name, tensor in tensors.items()}
     if settings is not None:
         weights = join_packed(weights, settings, str(path))
     if prequantized is not None:
@@ -44,16 +45,23 @@ def open_hf(path: Path) -> Checkpoint:
     _check_floats(weights, path)
     return Checkpoint(
         path=path,
-        source_format="safetensors",
+        source_format="pytorch" if is_torch else "safetensors",
         config=_without_quantization(config),
         weights=weights,
         write_texts=lambda target: _copy_texts(path, target),
-        identity=identity_of([*shards, path / "config.json"]),
+        identity=identity_of([*(file.path for file in files), path / "config.json"]),
         keeps_layouts=any(weight.is_quantized for weight in weights.values()),
         is_mlx=settings is not None,
         float_dtype=float_dtype,
-        close=lambda: _close(files.values()),
+        close=lambda: _close(files),
     )
+
+
+def _safetensors(path: Path) -> tuple[list[MappedFile], dict[str, Weight]]:
+    shards, tensors = read_tensors(path)
+    files = {shard: MappedFile(shard) for shard in shards}
+    weights: dict[str, Weight] = {name: _stored(files, tensor, path) for name, tensor in tensors.items()}
+    return list(files.values()), weights
 
 
 def _close(files: Iterable[MappedFile]) -> None:

@@ -83,7 +83,8 @@ def _no_weights(path: Path) -> str:
     )
     if not others:
         return f"{path}: has no model*.safetensors files"
-    return f"{path}: has no model*.safetensors files, and {others[0]} is not read"
+    advice = f"; convert it first: mlxserve convert {path} -o OUT" if others[0].endswith(".bin") else ""
+    return f"{path}: has no model*.safetensors files, and {others[0]} is not read{advice}"
 
 
 def read_header(path: Path) -> list[SourceTensor]:

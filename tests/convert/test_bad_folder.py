@@ -79,8 +79,10 @@ def test_other_weight_files_are_named(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(LLAMA))
     assert "has no model*.safetensors files" in refusal(folder)
+    (folder / "consolidated.00.pth").write_bytes(b"")
+    assert "consolidated.00.pth is not read" in refusal(folder)
     (folder / "pytorch_model.bin").write_bytes(b"")
-    assert "pytorch_model.bin is not read" in refusal(folder)
+    assert "pytorch_model.bin: is empty" in refusal(folder)
 
 
 def test_float8_tensors_are_refused_by_name(tmp_path: Path) -> None:
