@@ -163,7 +163,7 @@ MARKS_THE_LAST_TURN = (
 def test_a_template_without_an_end_gets_one(tmp_path: Path) -> None:
     example = example_of(tmp_path, ENDS_NOTHING, Q_A)
     assert trained(tmp_path, example) == ["A", "<|eos|>"]
-    assert "the chat template ends no reply: 1 rows got an end token behind it" in (
+    assert "the chat template ends no reply: 1 row got an end token" in (
         load(tmp_path, ENDS_NOTHING, [Q_A]).summary.notes
     )
 
