@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
 from mlxserve.errors import MlxserveError, UsageError
 from mlxserve.text.chat_template import ChatTemplate
 from mlxserve.text.folder_tokenizer import FolderTokenizer
-from mlxserve.tuning.data_files import RawRow, find_data, read_rows
+from mlxserve.tuning.data_files import RawRow, SplitName, find_data
 from mlxserve.tuning.examples import Example
 from mlxserve.tuning.masking import ExampleMaker, LongRows, Mask, fit
 from mlxserve.tuning.rows import (
@@ -25,7 +23,6 @@ from mlxserve.tuning.rows import (
     make_reader,
 )
 
-SplitName = Literal["train", "valid", "test"]
 SPLITS: tuple[SplitName, ...] = ("train", "valid", "test")
 
 MAX_KEPT_PROBLEMS = 1000
@@ -44,9 +41,9 @@ class TrainingDataError(MlxserveError):
 
 @dataclass(frozen=True, slots=True)
 class DataRequest:
-    """``data`` is a folder, a file or a hub data set. ``valid_share`` of the train rows are held out, drawn
-    by ``seed``, where there are no valid files; 0 for none. ``skip_bad`` leaves bad rows out instead of
-    refusing the data."""
+    """``data`` is a folder, a file or a hub data set. ``main`` is the split that must not be empty, and that
+    of a file alone. Of train, ``valid_share`` of the rows are held out, drawn by ``seed``, where there are no
+    valid files; 0 for none. ``skip_bad`` leaves bad rows out instead of refusing the data."""
 
     data: str
     fields: FieldNames = field(default_factory=FieldNames)
@@ -56,6 +53,7 @@ class DataRequest:
     valid_share: float = 0.05
     seed: int = 0
     skip_bad: bool = False
+    main: SplitName = "train"
 
     def __post_init__(self) -> None:
         if self.max_length < 2:
@@ -168,9 +166,9 @@ class _Loader:
 
     def load(self) -> Dataset:
         request, summary = self._request, self._summary
-        files = find_data(request.data)
-        fitted = {name: self._read(name, files[name]) for name in SPLITS if files[name]}
-        if "valid" not in fitted:
+        files = find_data(request.data, request.main)
+        fitted = {name: self._read(name, files.rows(name)) for name in SPLITS if name in files.splits}
+        if request.main == "train" and "valid" not in fitted:
             self._hold_out(fitted)
         examples = {name: self._count(name, found) for name, found in fitted.items()}
         if summary.kind == "text" and request.mask != "none":
@@ -180,14 +178,15 @@ class _Loader:
             summary.notes.append(f"the chat template ends no reply: {rows_text(count)} got an end token")
         if summary.num_bad and not request.skip_bad:
             raise TrainingDataError(self._bad_rows(), summary)
-        if not examples["train"]:
+        if not examples[request.main]:
             raise TrainingDataError(self._nothing_left(), summary)
-        return Dataset(examples["train"], examples.get("valid", []), examples.get("test", []), summary)
+        train, valid, test = (examples.get(name, []) for name in SPLITS)
+        return Dataset(train, valid, test, summary)
 
-    def _read(self, name: SplitName, paths: Iterable[Path]) -> list[_Fitted]:
+    def _read(self, name: SplitName, raw_rows: Iterable[RawRow]) -> list[_Fitted]:
         split = self._summary.splits[name] = SplitSummary()
         found = []
-        for raw in (raw for path in paths for raw in read_rows(path)):
+        for raw in raw_rows:
             split.num_rows += 1
             self._num_read += 1
             self._on_rows(self._num_read)
@@ -268,7 +267,7 @@ class _Loader:
         reasons = [*summary.bad, *summary.skipped]
         first = f", the first {reasons[0]}" if reasons else ""
         return (
-            f"{self._request.data}: nothing is left to train on, {summary.num_bad} bad and "
+            f"{self._request.data}: no row of {self._request.main} is left, {summary.num_bad} bad and "
             f"{summary.num_skipped} skipped{first}"
         )
 

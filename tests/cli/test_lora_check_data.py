@@ -97,7 +97,11 @@ def test_json(run: Run, model: str, tmp_path: Path) -> None:
             "'some' is not one of 'last', 'all-assistant', 'none'.",
         ),
         (["--data", "x.jsonl", "--text-field", "a", "--prompt-field", "b"], 2, "several kinds of rows"),
-        (["--data", "x.jsonl"], 1, "x.jsonl: nothing is left to train on, 0 bad and 1 skipped, the first x."),
+        (
+            ["--data", "x.jsonl"],
+            1,
+            "x.jsonl: no row of train is left, 0 bad and 1 skipped, the first x.jsonl:1",
+        ),
         (["--data", "owner/name"], 1, "owner/name: the hub cannot be reached and the data set is not in its"),
     ],
 )

@@ -188,7 +188,7 @@ def test_the_summary_counts_rows_and_tokens(load: Any, tmp_path: Path) -> None:
 
 def test_an_empty_file_is_an_error(load: Any, tmp_path: Path) -> None:
     message, summary = refused(load, write(tmp_path / "train.jsonl", []))
-    assert message.endswith("train.jsonl: nothing is left to train on, 0 bad and 0 skipped")
+    assert message.endswith("train.jsonl: no row of train is left, 0 bad and 0 skipped")
     assert summary.splits["train"].num_rows == 0
 
 
@@ -220,3 +220,22 @@ def test_nulls_of_a_table_are_no_keys_of_a_message(load: Any, tmp_path: Path) ->
 def test_requests_that_cannot_be(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         DataRequest("x", **options)
+
+
+def test_another_split_can_be_the_main_one(load: Any, tmp_path: Path) -> None:
+    data = write(tmp_path / "data" / "test.jsonl", [{"text": "abc"}])
+    for source in (tmp_path / "data", data):
+        found = load(source, main="test", valid_share=0.5)
+        assert (len(found.train), len(found.valid), len(found.test)) == (0, 0, 1)
+        assert found.summary.notes == ["rows of text have no prompt to mask: they are trained whole"]
+    with pytest.raises(
+        UsageError, match=r"no data file whose name begins with train .*; there is test\.jsonl"
+    ):
+        load(tmp_path / "data")
+
+
+def test_files_of_one_name_are_told_apart(load: Any, tmp_path: Path) -> None:
+    for name in ("train", "val"):
+        write(tmp_path / "data" / name / "0.jsonl", [{"text": "abc"}])
+    found = load(tmp_path / "data")
+    assert (found.train[0].place, found.valid[0].place) == ("train/0.jsonl:1", "val/0.jsonl:1")

@@ -67,7 +67,7 @@ def test_b_nothing_but_prompt_left_is_skipped_by_line(tmp_path: Path) -> None:
     assert cut is not None
     assert len(cut.token_ids) == 8
     assert trained(tmp_path, cut) == []
-    with pytest.raises(TrainingDataError, match="nothing is left to train on") as error:
+    with pytest.raises(TrainingDataError, match="no row of train is left, 0 bad and 1 skipped") as error:
         load(tmp_path, DROPS_OLD_THOUGHTS, [LONG_QUESTION], max_length=8)
     assert error.value.summary is not None
     assert [str(problem) for problem in error.value.summary.skipped] == [
