@@ -15,14 +15,22 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, Literal, cast
 
 from mlxserve.errors import UsageError
 from mlxserve.hub.datasets import is_dataset_name, pull_dataset
 
+SplitName = Literal["train", "valid", "test"]
 FORMATS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 _PACKINGS = (".gz", ".zst")
-_SPLITS = {"train": "train", "valid": "valid", "validation": "valid", "val": "valid", "test": "test"}
+_SPLITS: dict[str, SplitName] = {
+    "train": "train",
+    "training": "train",
+    "valid": "valid",
+    "validation": "valid",
+    "val": "valid",
+    "test": "test",
+}
 _SPLIT_NAME = re.compile(r"(training|train|validation|valid|val|test)(?![a-z])")
 _PATH_STARTS = ("/", "./", "../", "~")
 _BOM = b"\xef\xbb\xbf"
@@ -39,23 +47,36 @@ class RawRow:
     problem: str = ""
 
 
-def find_data(data: str) -> dict[str, list[Path]]:
-    """The files of train, valid and test, each list sorted by name and possibly empty, but never train's.
+@dataclass(frozen=True, slots=True)
+class DataFiles:
+    """Files by split, those of a split by name. ``folder`` is what they are named relative to."""
 
-    ``data`` is a file (all of it is train), a folder, or a hub data set ``owner/name``, or a folder in one,
-    ``owner/name/folder`` (downloaded first). In a folder a file belongs to the split that its own name, or
-    else that of a folder above it, begins with (train…, valid… or val…, test…); a folder's only data file is
-    train whatever its name. Raises UsageError, MlxserveError subclasses of a download.
+    folder: Path
+    splits: dict[SplitName, list[Path]]
+
+    def rows(self, split: SplitName) -> Iterator[RawRow]:
+        """All rows of a split. Raises UsageError for a file that as a whole cannot be read."""
+        for path in self.splits.get(split, ()):
+            yield from read_rows(path, str(path.relative_to(self.folder)))
+
+
+def find_data(data: str, main: SplitName = "train") -> DataFiles:
+    """The files of train, valid and test, where there are any; always some of ``main``.
+
+    ``data`` is a file (all of it is ``main``), a folder, or a hub data set ``owner/name``, or a folder in
+    one, ``owner/name/folder`` (downloaded first). In a folder a file belongs to the split that its own name,
+    or else that of a folder above it, begins with (train…, valid… or val…, test…); if none does, the only
+    data file is ``main``. Raises UsageError, MlxserveError subclasses of a download.
     """
     path = Path(data).expanduser()
     if path.is_file():
         if data_format(path) is None:
             raise UsageError(f"{path}: not a data file; these are {_known_formats()}")
-        return {"train": [path], "valid": [], "test": []}
+        return DataFiles(path.parent, {main: [path]})
     if path.is_dir():
-        return _find_in(path)
+        return _find_in(path, main)
     if not data.startswith(_PATH_STARTS) and data_format(path) is None and is_dataset_name(data):
-        return _find_in(pull_dataset(data))
+        return _find_in(pull_dataset(data), main)
     raise UsageError(f"{data}: no such file or folder (a hub data set is owner/name)")
 
 
@@ -72,38 +93,38 @@ def _known_formats() -> str:
     return f"{', '.join(FORMATS)}, also with {' or '.join(_PACKINGS)}"
 
 
-def _find_in(folder: Path) -> dict[str, list[Path]]:
+def _find_in(folder: Path, main: SplitName) -> DataFiles:
     files = [
         path
         for path in sorted(folder.rglob("*"))
         if data_format(path) and path.name not in _NOT_DATA and _is_visible(path.relative_to(folder))
     ]
-    splits: dict[str, list[Path]] = {"train": [], "valid": [], "test": []}
+    splits: dict[SplitName, list[Path]] = {}
     for path in files:
         split = _split_of(path.relative_to(folder))
         if split is not None:
-            splits[split].append(path)
-    if not splits["train"] and len(files) == 1 and files[0] not in (*splits["valid"], *splits["test"]):
-        splits["train"] = files
-    if not splits["train"]:
-        found = ", ".join(str(path.relative_to(folder)) for path in files[:5]) or "no data files"
+            splits.setdefault(split, []).append(path)
+    if not splits and len(files) == 1:
+        splits[main] = files
+    if main not in splits:
+        found = ", ".join(str(path.relative_to(folder)) for path in files[:5]) or "no data file"
         raise UsageError(
-            f"{folder}: no file whose name begins with train ({_known_formats()}); there is {found}"
+            f"{folder}: no data file whose name begins with {main} ({_known_formats()}); there is {found}"
         )
     for split, paths in splits.items():
         _check_alike(folder, split, paths)
-    return splits
+    return DataFiles(folder, splits)
 
 
 def _is_visible(path: Path) -> bool:
     return not any(part.startswith(".") for part in path.parts)
 
 
-def _split_of(path: Path) -> str | None:
+def _split_of(path: Path) -> SplitName | None:
     for part in reversed(path.parts):
         match = _SPLIT_NAME.match(part.lower())
         if match:
-            return _SPLITS[match[1].removesuffix("ing")]
+            return _SPLITS[match[1]]
     return None
 
 
@@ -125,16 +146,17 @@ def _home(path: Path) -> Path:
     return home.parent if _SPLIT_NAME.match(home.name.lower()) else home
 
 
-def read_rows(path: Path) -> Iterator[RawRow]:
-    """All rows of a data file, in order. Raises UsageError when the file as a whole cannot be read."""
+def read_rows(path: Path, name: str) -> Iterator[RawRow]:
+    """All rows of a data file, in order; ``name`` is the file's in their places. Raises UsageError when the
+    file as a whole cannot be read."""
     readers = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".tsv": _read_csv}
     format_name = data_format(path)
     try:
         if format_name == ".parquet":
-            yield from _read_parquet(path)
+            yield from _read_parquet(path, name)
             return
         with _open(path) as file:
-            yield from readers[format_name or ""](file, path)
+            yield from readers[format_name or ""](file, name)
     except (gzip.BadGzipFile, zlib.error, EOFError) as error:
         raise UsageError(f"{path}: damaged, {_one_line(error)}") from None
     except OSError as error:
@@ -190,9 +212,9 @@ def _loads(text: str) -> Any:
         raise ValueError("is not valid JSON: nested too deeply") from None
 
 
-def _read_jsonl(file: IO[bytes], path: Path) -> Iterator[RawRow]:
+def _read_jsonl(file: IO[bytes], name: str) -> Iterator[RawRow]:
     for number, line in enumerate(file, start=1):
-        place = f"{path.name}:{number}"
+        place = f"{name}:{number}"
         if number == 1:
             line = line.removeprefix(_BOM)
         if not line.strip():
@@ -205,16 +227,16 @@ def _read_jsonl(file: IO[bytes], path: Path) -> Iterator[RawRow]:
                 return
 
 
-def _read_json(file: IO[bytes], path: Path) -> Iterator[RawRow]:
+def _read_json(file: IO[bytes], name: str) -> Iterator[RawRow]:
     """A list of objects, or an object whose ``data`` is one. Lines of objects are read as .jsonl is."""
     content = file.read()
     try:
         text = _decoded(content.removeprefix(_BOM))
     except ValueError:
         line = content.count(b"\n", 0, _first_fault(content)) + 1
-        yield RawRow(f"{path.name}:{line}", None, "is not UTF-8: save the file as UTF-8")
+        yield RawRow(f"{name}:{line}", None, "is not UTF-8: save the file as UTF-8")
         return
-    yield from _JsonText(text, path.name).rows()
+    yield from _JsonText(text, name).rows()
 
 
 def _first_fault(content: bytes) -> int:
@@ -325,14 +347,14 @@ class _JsonFaultError(Exception):
         self.reason = reason
 
 
-def _read_csv(file: IO[bytes], path: Path) -> Iterator[RawRow]:
+def _read_csv(file: IO[bytes], name: str) -> Iterator[RawRow]:
     """The first record names the fields. A record may span lines; its place is its first line."""
-    delimiter = "\t" if data_format(path) == ".tsv" else ","
+    delimiter = "\t" if data_format(Path(name)) == ".tsv" else ","
     csv.field_size_limit(1 << 30)
     reader = csv.reader(_csv_lines(file), delimiter=delimiter, strict=True)
     names: list[str] | None = None
     while True:
-        place = f"{path.name}:{reader.line_num + 1}"
+        place = f"{name}:{reader.line_num + 1}"
         try:
             record = next(reader)
         except StopIteration:
@@ -381,7 +403,7 @@ def _bad_bytes(text: str) -> int:
     return next((ord(char) - 0xDC00 for char in text if "\udc80" <= char <= "\udcff"), 0)
 
 
-def _read_parquet(path: Path) -> Iterator[RawRow]:
+def _read_parquet(path: Path, name: str) -> Iterator[RawRow]:
     pyarrow = _pyarrow(path)
     from pyarrow.parquet import ParquetFile
 
@@ -391,6 +413,6 @@ def _read_parquet(path: Path) -> Iterator[RawRow]:
             for batch in file.iter_batches(batch_size=1024):
                 for value in batch.to_pylist():
                     number += 1
-                    yield RawRow(f"{path.name}:{number}", value)
+                    yield RawRow(f"{name}:{number}", value)
     except pyarrow.ArrowException as error:
         raise UsageError(f"{path}: not a readable parquet file: {_one_line(error)}") from None

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 
 from mlxserve.errors import MlxserveError, UsageError
 from mlxserve.text.chat_template import ChatTemplate
 from mlxserve.text.folder_tokenizer import FolderTokenizer
-from mlxserve.tuning.data_files import RawRow, find_data, read_rows
+from mlxserve.tuning.data_files import RawRow, SplitName, find_data
 from mlxserve.tuning.examples import Example
 from mlxserve.tuning.masking import ExampleMaker, LongRows, Mask, fit
 from mlxserve.tuning.rows import (
@@ -20,12 +19,10 @@ from mlxserve.tuning.rows import (
     Row,
     RowKind,
     RowReader,
-    TextRow,
     asked_kinds,
     make_reader,
 )
 
-SplitName = Literal["train", "valid", "test"]
 SPLITS: tuple[SplitName, ...] = ("train", "valid", "test")
 
 MAX_KEPT_PROBLEMS = 1000
@@ -33,20 +30,20 @@ MAX_KEPT_PROBLEMS = 1000
 
 
 class TrainingDataError(MlxserveError):
-    """Data that cannot be trained on. ``summary`` is what was found where reading got that far."""
+    """Data that cannot be trained on. ``summary`` says what was found."""
 
     code = "training_data_error"
 
-    def __init__(self, message: str, summary: DataSummary | None = None) -> None:
+    def __init__(self, message: str, summary: DataSummary) -> None:
         super().__init__(message)
         self.summary = summary
 
 
 @dataclass(frozen=True, slots=True)
 class DataRequest:
-    """``data`` is a folder, a file or a hub data set. ``valid_share`` of the train rows are held out, drawn
-    by ``seed``, where there are no valid files; 0 for none. ``skip_bad`` leaves bad rows out instead of
-    refusing the data."""
+    """``data`` is a folder, a file or a hub data set. ``main`` is the split that must not be empty, and that
+    of a file alone. Of train, ``valid_share`` of the rows are held out, drawn by ``seed``, where there are no
+    valid files; 0 for none. ``skip_bad`` leaves bad rows out instead of refusing the data."""
 
     data: str
     fields: FieldNames = field(default_factory=FieldNames)
@@ -56,6 +53,7 @@ class DataRequest:
     valid_share: float = 0.05
     seed: int = 0
     skip_bad: bool = False
+    main: SplitName = "train"
 
     def __post_init__(self) -> None:
         if self.max_length < 2:
@@ -82,7 +80,7 @@ class Problem:
 class SplitSummary:
     """``num_rows`` were read, good or bad; ``num_examples`` of them are used. ``num_skipped`` are good rows
     that are left out: over the maximal length by the rule "skip", or with nothing to train. ``longest`` is
-    in tokens, before anything was cut."""
+    of the used ones in tokens, before they were cut."""
 
     num_rows: int = 0
     num_bad: int = 0
@@ -128,9 +126,11 @@ class Dataset:
 
 
 @dataclass(frozen=True, slots=True)
-class _Placed:
-    place: str
-    row: Row
+class _Fitted:
+    """An example within the maximal length, and how many tokens its row has."""
+
+    example: Example
+    whole_length: int
 
 
 def load_dataset(
@@ -139,7 +139,7 @@ def load_dataset(
     template: ChatTemplate | None,
     on_rows: Callable[[int], None] = lambda num_rows: None,
 ) -> Dataset:
-    """Reads, checks and encodes everything. ``on_rows`` hears how many rows are encoded.
+    """Reads, checks and encodes everything. ``on_rows`` hears how many rows are done.
 
     Raises TrainingDataError for bad rows (unless they are skipped) and when nothing is left to train on,
     UsageError for a ``data`` that names nothing.
@@ -160,42 +160,49 @@ class _Loader:
         self._maker = maker
         self._bos_id = bos_id
         self._on_rows = on_rows
-        self._num_encoded = 0
+        self._num_read = 0
         self._reader: RowReader | None = None
         self._summary = DataSummary()
 
     def load(self) -> Dataset:
-        summary = self._summary
-        files = find_data(self._request.data)
-        rows: dict[SplitName, list[_Placed]] = {}
-        for name in SPLITS:
-            if files[name]:
-                summary.splits[name] = SplitSummary()
-                rows[name] = [row for path in files[name] for row in self._read(name, read_rows(path))]
-        if "valid" not in rows:
-            self._hold_out(rows)
-        examples = {name: self._encode(name, placed) for name, placed in rows.items()}
-        self._note_whole_texts(rows)
+        request, summary = self._request, self._summary
+        files = find_data(request.data, request.main)
+        fitted = {name: self._read(name, files.rows(name)) for name in SPLITS if name in files.splits}
+        if request.main == "train" and "valid" not in fitted:
+            self._hold_out(fitted)
+        examples = {name: self._count(name, found) for name, found in fitted.items()}
+        if summary.kind == "text" and request.mask != "none":
+            summary.notes.append("rows of text have no prompt to mask: they are trained whole")
         if self._maker.num_ended:
-            summary.notes.append(
-                f"the chat template ends no reply: {self._maker.num_ended} rows got an end token behind it"
-            )
-        if summary.num_bad and not self._request.skip_bad:
+            count = self._maker.num_ended
+            summary.notes.append(f"the chat template ends no reply: {rows_text(count)} got an end token")
+        if summary.num_bad and not request.skip_bad:
             raise TrainingDataError(self._bad_rows(), summary)
-        if not examples.get("train"):
+        if not examples[request.main]:
             raise TrainingDataError(self._nothing_left(), summary)
-        return Dataset(examples["train"], examples.get("valid", []), examples.get("test", []), summary)
+        train, valid, test = (examples.get(name, []) for name in SPLITS)
+        return Dataset(train, valid, test, summary)
 
-    def _read(self, name: SplitName, raw_rows: Iterable[RawRow]) -> list[_Placed]:
-        split = self._summary.splits[name]
-        placed = []
+    def _read(self, name: SplitName, raw_rows: Iterable[RawRow]) -> list[_Fitted]:
+        split = self._summary.splits[name] = SplitSummary()
+        found = []
         for raw in raw_rows:
             split.num_rows += 1
+            self._num_read += 1
+            self._on_rows(self._num_read)
             try:
-                placed.append(_Placed(raw.place, self._row(raw)))
+                whole = self._maker.make(self._row(raw), raw.place)
             except BadRowError as error:
-                self._report_bad(split, raw.place, str(error))
-        return placed
+                split.num_bad += 1
+                _keep(self._summary.bad, Problem(raw.place, str(error)))
+                continue
+            fitted = self._fitted(whole)
+            if isinstance(fitted, str):
+                split.num_skipped += 1
+                _keep(self._summary.skipped, Problem(raw.place, fitted))
+            else:
+                found.append(fitted)
+        return found
 
     def _row(self, raw: RawRow) -> Row:
         if raw.value is None:
@@ -205,85 +212,71 @@ class _Loader:
             self._summary.kind = self._reader.kind
         return self._reader.read(raw.value)
 
-    def _report_bad(self, split: SplitSummary, place: str, reason: str) -> None:
-        split.num_bad += 1
-        if len(self._summary.bad) < MAX_KEPT_PROBLEMS:
-            self._summary.bad.append(Problem(place, reason))
+    def _fitted(self, whole: Example) -> _Fitted | str:
+        """The example as it is trained, or why it is not."""
+        length, limit = len(whole.token_ids), self._request.max_length
+        example = fit(whole, limit, self._request.long_rows, self._bos_id)
+        if example is None:
+            return f"has {length} tokens, over the limit of {limit}"
+        if example.num_trained:
+            return _Fitted(example, length)
+        left = len(example.token_ids)
+        return "has nothing to train on" + (
+            "" if left == length else f" in its first {left} of {length} tokens"
+        )
 
-    def _report_skipped(self, split: SplitSummary, place: str, reason: str) -> None:
-        split.num_skipped += 1
-        if len(self._summary.skipped) < MAX_KEPT_PROBLEMS:
-            self._summary.skipped.append(Problem(place, reason))
-
-    def _hold_out(self, rows: dict[SplitName, list[_Placed]]) -> None:
+    def _hold_out(self, fitted: dict[SplitName, list[_Fitted]]) -> None:
         """Moves a share of the train rows to valid; both keep the order of the file."""
-        train, share = rows.get("train", []), self._request.valid_share
-        if share == 0 or len(train) < 2:
-            self._summary.notes.append("no validation rows: there is no valid file and nothing was held out")
+        found, share = fitted["train"], self._request.valid_share
+        notes = self._summary.notes
+        if share == 0 or len(found) < 2:
+            why = "nothing is held out" if share == 0 else "there are too few rows to hold one out"
+            notes.append(f"no validation: there is no valid file, and {why}")
             return
-        count = min(max(round(len(train) * share), 1), len(train) - 1)
-        order = np.random.RandomState(np.random.MT19937(self._request.seed)).permutation(len(train))
+        count = min(max(round(len(found) * share), 1), len(found) - 1)
+        order = np.random.RandomState(np.random.MT19937(self._request.seed)).permutation(len(found))
         held = set(order[:count].tolist())
-        rows["valid"] = [row for i, row in enumerate(train) if i in held]
-        rows["train"] = [row for i, row in enumerate(train) if i not in held]
+        fitted["valid"] = [row for i, row in enumerate(found) if i in held]
+        fitted["train"] = [row for i, row in enumerate(found) if i not in held]
         self._summary.splits["train"].num_rows -= count
         self._summary.splits["valid"] = SplitSummary(num_rows=count)
-        self._summary.notes.append(
-            f"no valid file: {count} of {len(train)} train rows are held out for validation "
+        notes.append(
+            f"there is no valid file: {count} of {len(found)} train rows are held out "
             f"(share {share:g}, seed {self._request.seed})"
         )
 
-    def _encode(self, name: SplitName, placed: Sequence[_Placed]) -> list[Example]:
-        split, request = self._summary.splits[name], self._request
-        examples = []
-        for row in placed:
-            self._num_encoded += 1
-            self._on_rows(self._num_encoded)
-            try:
-                whole = self._maker.make(row.row, row.place)
-            except BadRowError as error:
-                self._report_bad(split, row.place, str(error))
-                continue
-            length = len(whole.token_ids)
-            if length > split.longest:
-                split.longest, split.longest_place = length, row.place
-            example = fit(whole, request.max_length, request.long_rows, self._bos_id)
-            if example is None:
-                self._report_skipped(
-                    split, row.place, f"has {length} tokens, over the limit of {request.max_length}"
-                )
-            elif not example.num_trained:
-                self._report_skipped(split, row.place, _nothing_to_train(whole, example))
-            else:
-                examples.append(example)
-                split.num_cut += len(example.token_ids) < length
-                split.num_tokens += len(example.token_ids)
-                split.num_trained += example.num_trained
-        split.num_examples = len(examples)
-        return examples
-
-    def _note_whole_texts(self, rows: dict[SplitName, list[_Placed]]) -> None:
-        is_text = any(isinstance(placed[0].row, TextRow) for placed in rows.values() if placed)
-        if is_text and self._request.mask != "none":
-            self._summary.notes.append("rows of text have no prompt to mask: they are trained whole")
+    def _count(self, name: SplitName, fitted: Sequence[_Fitted]) -> list[Example]:
+        split = self._summary.splits[name]
+        for one in fitted:
+            length = len(one.example.token_ids)
+            split.num_examples += 1
+            split.num_tokens += length
+            split.num_trained += one.example.num_trained
+            split.num_cut += length < one.whole_length
+            if one.whole_length > split.longest:
+                split.longest, split.longest_place = one.whole_length, one.example.place
+        return [one.example for one in fitted]
 
     def _bad_rows(self) -> str:
         count, first = self._summary.num_bad, self._summary.bad[0]
-        rows = "1 row is" if count == 1 else f"{count} rows are"
-        return f"{rows} bad, the first {first}; --skip-bad leaves bad rows out"
+        verb = "is" if count == 1 else "are"
+        return f"{rows_text(count)} {verb} bad, the first {first}; --skip-bad leaves bad rows out"
 
     def _nothing_left(self) -> str:
         summary = self._summary
         reasons = [*summary.bad, *summary.skipped]
         first = f", the first {reasons[0]}" if reasons else ""
         return (
-            f"{self._request.data}: nothing is left to train on: {summary.num_bad} rows are bad, "
-            f"{summary.num_skipped} were left out{first}"
+            f"{self._request.data}: no row of {self._request.main} is left, {summary.num_bad} bad and "
+            f"{summary.num_skipped} skipped{first}"
         )
 
 
-def _nothing_to_train(whole: Example, example: Example) -> str:
-    length = len(example.token_ids)
-    if length == len(whole.token_ids):
-        return "has nothing to train on"
-    return f"has nothing to train on in its first {length} of {len(whole.token_ids)} tokens"
+def rows_text(count: int) -> str:
+    """A number of rows, in words."""
+    return "1 row" if count == 1 else f"{count} rows"
+
+
+def _keep(problems: list[Problem], problem: Problem) -> None:
+    if len(problems) < MAX_KEPT_PROBLEMS:
+        problems.append(problem)

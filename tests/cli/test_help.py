@@ -28,7 +28,8 @@ def test_no_arguments_print_the_help(run: Run) -> None:
     assert all(f"\n  {name} " in result.out for name in COMMANDS)
 
 
-LEAVES = [name for name in COMMANDS if name != "bench"] + ["bench decode", "bench kernels", "bench kv"]
+GROUPED = ["bench decode", "bench kernels", "bench kv", "lora check-data"]
+LEAVES = [name for name in COMMANDS if name not in ("bench", "lora")] + GROUPED
 
 
 @pytest.mark.parametrize("name", LEAVES)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from mlxserve.text.chat_template import ChatTemplate, load_chat_template
 from mlxserve.text.folder_tokenizer import FolderTokenizer
@@ -32,6 +32,7 @@ def write_model(folder: Path, template: str | None, *, eos: str = "<|eos|>") -> 
     vocabulary = {token: i for i, token in enumerate([*characters, *CONTROLS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=" "))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in CONTROLS])
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))

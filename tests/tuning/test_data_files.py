@@ -62,7 +62,7 @@ FORMATS = ["a.jsonl", "a.json", "data.json", "lines.json", "a.csv", "a.tsv", "a.
 def read(folder: Path, name: str, content: bytes | str) -> list[RawRow]:
     path = folder / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    return list(read_rows(path))
+    return list(read_rows(path, name))
 
 
 def problems(rows: list[RawRow]) -> list[str]:
@@ -213,9 +213,7 @@ def folder_of(folder: Path, *names: str) -> Path:
 
 def splits(folder: Path) -> dict[str, list[str]]:
     found = find_data(str(folder))
-    return {
-        split: [str(path.relative_to(folder)) for path in paths] for split, paths in found.items() if paths
-    }
+    return {split: [str(path.relative_to(folder)) for path in paths] for split, paths in found.splits.items()}
 
 
 @pytest.mark.parametrize(
@@ -249,7 +247,7 @@ def test_files_of_a_folder(tmp_path: Path, names: list[str], expected: dict[str,
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        ([], "no file whose name begins with train .*; there is no data files"),
+        ([], "no data file whose name begins with train .*; there is no data file"),
         (["a.jsonl", "b.jsonl"], "there is a.jsonl, b.jsonl"),
         (["valid.jsonl"], "there is valid.jsonl"),
         (["train.jsonl", "train.csv"], r"several formats \(\.csv, \.jsonl\)"),
@@ -263,7 +261,7 @@ def test_folders_that_say_too_little(tmp_path: Path, names: list[str], message: 
 
 def test_a_file_alone_is_train(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, "test.jsonl", "a.txt")
-    assert find_data(str(folder / "test.jsonl"))["train"] == [folder / "test.jsonl"]
+    assert find_data(str(folder / "test.jsonl")).splits["train"] == [folder / "test.jsonl"]
     with pytest.raises(UsageError, match=r"not a data file; these are \.jsonl, \.json, \.csv"):
         find_data(str(folder / "a.txt"))
     for name in ("./owner/name", "none.jsonl", "owner/none.jsonl", "a b"):

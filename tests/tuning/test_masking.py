@@ -67,7 +67,7 @@ def test_b_nothing_but_prompt_left_is_skipped_by_line(tmp_path: Path) -> None:
     assert cut is not None
     assert len(cut.token_ids) == 8
     assert trained(tmp_path, cut) == []
-    with pytest.raises(TrainingDataError, match="nothing is left to train on") as error:
+    with pytest.raises(TrainingDataError, match="no row of train is left, 0 bad and 1 skipped") as error:
         load(tmp_path, DROPS_OLD_THOUGHTS, [LONG_QUESTION], max_length=8)
     assert error.value.summary is not None
     assert [str(problem) for problem in error.value.summary.skipped] == [
@@ -163,7 +163,7 @@ MARKS_THE_LAST_TURN = (
 def test_a_template_without_an_end_gets_one(tmp_path: Path) -> None:
     example = example_of(tmp_path, ENDS_NOTHING, Q_A)
     assert trained(tmp_path, example) == ["A", "<|eos|>"]
-    assert "the chat template ends no reply: 1 rows got an end token behind it" in (
+    assert "the chat template ends no reply: 1 row got an end token" in (
         load(tmp_path, ENDS_NOTHING, [Q_A]).summary.notes
     )
 
