@@ -88,7 +88,10 @@ def convert_command(
     console = Console(stderr=True)
     found = None if Path(source).exists() else resolve(source)
     path = Path(source) if found is None else fetch(found, console=console)
-    target = output or models_dir() / _default_name(path if found is None else Path(found.name), options)
+    named = path
+    if found is not None and not (found.kind == "hub" and path.suffix == ".gguf"):
+        named = Path(found.name.partition("@")[0] if found.kind == "hub" else found.name)
+    target = output or models_dir() / _default_name(named, options)
     with conversion_progress(console, f"Converting {path.name}") as on_progress:
         report = convert(path, target, options, on_progress)
     for warning in report.warnings:

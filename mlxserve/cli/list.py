@@ -10,7 +10,7 @@ import typer
 def list_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
 ) -> None:
-    """List the models in the local store.
+    """List the models in the local store and those that were pulled from the hub.
 
     Example:
       mlxserve list
@@ -18,13 +18,13 @@ def list_command(
     import json
     from dataclasses import replace
 
-    from mlxserve.cli.model_details import describe_stored
+    from mlxserve.cli.model_details import describe_pull, describe_stored
     from mlxserve.config import home_dir
-    from mlxserve.hub import BUILTIN_MODELS, list_stored
+    from mlxserve.hub import BUILTIN_MODELS, list_pulls, list_stored
 
     names = {model.path: model.name for model in BUILTIN_MODELS.values()}
     entries = [replace(entry, name=names.get(entry.path, entry.name)) for entry in list_stored()]
-    rows = [describe_stored(entry) for entry in entries]
+    rows = [describe_stored(entry) for entry in entries] + [describe_pull(pull) for pull in list_pulls()]
     if as_json:
         typer.echo(json.dumps([row.as_dict() for row in rows], ensure_ascii=False))
         return

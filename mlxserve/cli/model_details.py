@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxserve.errors import MlxserveError
-from mlxserve.hub import StoredModel
+from mlxserve.hub import Pull, StoredModel
 from mlxserve.json_file import read_json_object
 from mlxserve.models.safetensors_file import read_header
 from mlxserve_convert.gguf_file import GGUFFile
@@ -28,6 +28,7 @@ class ModelDetails:
     bits_per_weight: float | None
     context_length: int | None
     problem: str | None = None
+    is_partial: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -35,7 +36,8 @@ class ModelDetails:
     def columns(self) -> tuple[str, ...]:
         bits = "-" if self.bits_per_weight is None else f"{self.bits_per_weight:.2f}"
         context = "-" if self.context_length is None else str(self.context_length)
-        architecture = "(damaged)" if self.problem else self.architecture or "-"
+        state = "(partial)" if self.is_partial else "(damaged)"
+        architecture = state if self.problem else self.architecture or "-"
         return self.name, self.format, architecture, bits, context, f"{self.num_bytes / 1e6:.1f} MB"
 
 
@@ -52,6 +54,29 @@ def describe_stored(entry: StoredModel) -> ModelDetails:
         return ModelDetails(
             entry.name, entry.format, str(entry.path), entry.num_bytes, None, None, None, None, str(error)
         )
+
+
+def describe_pull(pull: Pull) -> ModelDetails:
+    """A model of the hub; one that is not whole, or not only a model, is a row with a ``problem``."""
+    name, path = str(pull.reference), pull.model_path
+    problem = None if pull.is_whole else f"only a part was pulled ({pull.state()})"
+    if problem is None:
+        try:
+            return describe(name, path)
+        except MlxserveError as error:
+            problem = str(error)
+    return ModelDetails(
+        name,
+        "gguf" if path.suffix == ".gguf" else "safetensors",
+        str(path),
+        pull.num_bytes,
+        None,
+        None,
+        None,
+        None,
+        problem,
+        is_partial=not pull.is_whole,
+    )
 
 
 def _describe_gguf(name: str, path: Path) -> ModelDetails:

@@ -19,7 +19,21 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from mlxserve.hub import BUILTIN_MODELS, ModelSource, import_folder, pull_builtin, pull_repository, resolve
+from mlxserve.errors import ModelLoadError
+from mlxserve.hub import (
+    BUILTIN_MODELS,
+    ModelSource,
+    Patterns,
+    Pull,
+    PullProgress,
+    RepoReference,
+    import_folder,
+    parse_reference,
+    pull_builtin,
+    pull_repository,
+    resolve,
+)
+from mlxserve.models.safetensors_file import read_tensors
 from mlxserve_convert import ConvertOptions, convert
 from mlxserve_convert import Progress as Written
 from mlxserve_convert.options import OnProgress
@@ -50,7 +64,7 @@ def prepare_model(name: str, *, console: Console) -> PreparedModel:
         assert source.path is not None
         return PreparedModel("scripted", source.name, source.path)
     path = fetch(source, console=console)
-    if source.kind in ("builtin", "gguf"):
+    if source.kind in ("builtin", "gguf") or path.suffix == ".gguf":
         path = _imported(path, console=console)
     return PreparedModel("folder", source.name, path)
 
@@ -63,7 +77,40 @@ def fetch(source: ModelSource, *, console: Console) -> Path:
         model = BUILTIN_MODELS[source.name]
         with console.status(f"Downloading {model.name} ({model.num_bytes / 1e6:.0f} MB)"):
             return pull_builtin(model)
-    return pull_repository(source.name)
+    reference = parse_reference(source.name)
+    assert reference is not None
+    return pull(reference, Patterns(), console=console).model_path
+
+
+def pull(reference: RepoReference, patterns: Patterns, *, console: Console, offline: bool = False) -> Pull:
+    """Pulls with a bar on ``console``, and checks the weights as they would be for loading."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(f"Pulling {reference}", total=None)
+
+        def update(pulled: PullProgress) -> None:
+            progress.update(task, completed=pulled.done_bytes, total=pulled.total_bytes)
+
+        found = pull_repository(reference, patterns, offline=offline, on_pull=update)
+    if not patterns.include:
+        _check_pulled(found)
+    return found
+
+
+def _check_pulled(found: Pull) -> None:
+    path = found.model_path
+    if path.suffix == ".gguf":
+        return
+    if not (path / "config.json").is_file():
+        raise ModelLoadError(f"{found.reference}: has no config.json, this is not a model that can be loaded")
+    if any(name.endswith(".safetensors") for name in found.files):
+        read_tensors(path)
 
 
 def _imported(gguf: Path, *, console: Console) -> Path:

@@ -20,10 +20,17 @@ def show_command(
 
     from mlxserve.cli.model_details import describe
     from mlxserve.errors import ModelNotFoundError, UsageError
-    from mlxserve.hub import resolve
+    from mlxserve.hub import find_pull, parse_reference, resolve
 
     source = resolve(model)
     if source.path is None:
+        reference = parse_reference(source.name)
+        pulled = None if reference is None else find_pull(reference)
+        if pulled is not None and not pulled.is_whole:
+            raise ModelNotFoundError(
+                f"{model} is on this machine only in part ({pulled.state()}); go on with: "
+                f"mlxserve pull {model}"
+            )
         raise ModelNotFoundError(f"{model} is not on this machine; get it with: mlxserve pull {model}")
     if source.kind == "scripted":
         raise UsageError(f"{model} is a scripted model, it has no weights to show")

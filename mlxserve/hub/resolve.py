@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import difflib
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from mlxserve.errors import ModelLoadError, ModelNotFoundError
 from mlxserve.hub.builtin import BUILTIN_MODELS
+from mlxserve.hub.pulls import find_pull
+from mlxserve.hub.reference import parse_reference
 from mlxserve.hub.store import find_stored, list_stored
 
 SourceKind = Literal["builtin", "folder", "gguf", "hub", "scripted"]
 
 _SCRIPTED = "scripted:"
-_REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _PATH_STARTS = ("/", "./", "../", "~")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
     """``name`` is the id that clients use. ``path`` is None for what has to be downloaded first: a
-    built-in model that was not pulled, and a hub repository."""
+    built-in model or a hub repository that was not pulled, or only a part of it."""
 
     kind: SourceKind
     name: str
@@ -31,7 +31,8 @@ class ModelSource:
 
 def resolve(name: str) -> ModelSource:
     """Finds a model by name, in this order: ``scripted:FILE``, built-in names, the store, files and
-    folders, hub repository ids. A name that begins with ``/``, ``./``, ``../`` or ``~`` is a path.
+    folders, hub repositories (``OWNER/NAME``, then ``@REVISION`` and ``:FILE.gguf`` if wanted). A name
+    that begins with ``/``, ``./``, ``../`` or ``~`` is a path.
 
     Raises ModelNotFoundError with the nearest known names, ModelLoadError for a file or folder that
     exists and is no model.
@@ -47,10 +48,14 @@ def resolve(name: str) -> ModelSource:
     if stored is not None:
         return ModelSource("gguf" if stored.format == "gguf" else "folder", stored.name, stored.path)
     path = Path(name)
-    if name and (path.exists() or path.suffix == ".gguf"):
+    reference = parse_reference(name)
+    is_in_repo = reference is not None and reference.file is not None
+    if name and (path.exists() or (path.suffix == ".gguf" and not is_in_repo)):
         return _path(path)
-    if _REPO_ID.fullmatch(name):
-        return ModelSource("hub", name, None)
+    if reference is not None:
+        pull = find_pull(reference)
+        is_ready = pull is not None and pull.is_whole and not pull.patterns.include
+        return ModelSource("hub", name, pull.model_path if pull is not None and is_ready else None)
     raise ModelNotFoundError(_unknown(name))
 
 

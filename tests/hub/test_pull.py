@@ -12,6 +12,7 @@ import pytest
 
 from mlxserve.errors import MlxserveError, ModelLoadError
 from mlxserve.hub.builtin import BuiltinModel, pull_builtin
+from mlxserve.hub.reference import RepoReference
 from mlxserve.hub.repository import check_complete, pull_repository
 
 CONTENT = b"GGUF" + bytes(5000)
@@ -95,8 +96,10 @@ def test_a_repository_without_a_network(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    with pytest.raises(ModelLoadError, match="owner/name: the hub cannot be reached") as error:
-        pull_repository("owner/name")
+    with pytest.raises(
+        ModelLoadError, match="owner/name: offline mode is on, and it was not pulled"
+    ) as error:
+        pull_repository(RepoReference("owner/name"))
     assert "\n" not in str(error.value)
 
 
