@@ -36,6 +36,7 @@ def convert(
         raise ConversionError(f"{output}: holds the source {source}, choose another output")
     limit = memory_limit(options.memory_limit)
     with open_checkpoint(source) as checkpoint:
+        _check_is_work(checkpoint, options)
         plan = make_plan(checkpoint, options)
         folder = OutputFolder(output, purpose=_purpose(checkpoint, options), force=options.force)
         folder.check(plan.num_bytes)
@@ -43,6 +44,16 @@ def convert(
             return _report(checkpoint, output, plan)
         with folder:
             return _write(checkpoint, plan, options, folder, limit, on_progress)
+
+
+def _check_is_work(checkpoint: Checkpoint, options: ConvertOptions) -> None:
+    """Refuses to copy what is converted already."""
+    types = sorted({t for w in checkpoint.weights.values() if w.is_quantized for t in w.source_types})
+    if checkpoint.is_mlx and types and not options.wants_quantization and not options.dequantize:
+        raise ConversionError(
+            f"{checkpoint.path}: is an MLX model already ({', '.join(types)}): use it as it is, or give "
+            "--bits to quantize it again or --dequantize to make floats of it"
+        )
 
 
 def open_checkpoint(source: Path) -> Checkpoint:

@@ -104,11 +104,6 @@ def make_plan(checkpoint: Checkpoint, options: ConvertOptions) -> Plan:
     weights = _checked_names(checkpoint, model, weights)
     keeps = checkpoint.keeps_layouts and not options.wants_quantization and not options.dequantize
     types = sorted({t for weight in weights.values() if weight.is_quantized for t in weight.source_types})
-    if types and checkpoint.is_mlx and keeps:
-        raise ConversionError(
-            f"{path}: is an MLX model already ({', '.join(types)}): use it as it is, or give --bits to "
-            "quantize it again or --dequantize to make floats of it"
-        )
     if types and options.wants_quantization:
         warnings.append(
             f"{path.name} is quantized already ({', '.join(types)}) and is quantized again, which loses more "

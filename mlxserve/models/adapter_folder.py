@@ -59,10 +59,19 @@ def read_adapter(path: Path) -> AdapterFolder:
     weights_path = folder / WEIGHTS
     if not weights_path.is_file():
         raise ModelLoadError(f"{folder}: not an adapter, {WEIGHTS} is missing")
-    read_header(weights_path)
-    weights = mx.load(str(weights_path))
+    return AdapterFolder(folder, config, load_tensors(weights_path))
+
+
+def load_tensors(path: Path) -> dict[str, mx.array]:
+    """The tensors of a safetensors file, lazy. Raises ModelLoadError for one that is damaged or has types
+    that mlx has not."""
+    read_header(path)
+    try:
+        weights = mx.load(str(path))
+    except RuntimeError as error:
+        raise ModelLoadError(f"{path}: cannot be read: {error}") from None
     assert isinstance(weights, dict)
-    return AdapterFolder(folder, config, weights)
+    return weights
 
 
 def low_rank_changes(adapter: AdapterFolder) -> dict[str, LowRank]:

@@ -125,6 +125,21 @@ def load_model(folder: Path, *, fuse: bool = True) -> LoadedModel:
         return _load_without_metal(folder, config, fuse=fuse, error=error)
 
 
+def load_module(folder: Path) -> nn.Module:
+    """An mlx-lm model in plain layers, evaluated, for training: activations are float32 on the CPU, with
+    Metal of the model's own dtype. Raises ModelLoadError or UnsupportedModelError."""
+    config = read_config(folder)
+    read_tensors(folder)
+    kernel_choice.settle()
+    module = _build(folder, config)
+    dtype = _activation_dtype(module)
+    use_kernels(module, dtype)
+    for _, layer in module.named_modules():
+        _convert_parameters(layer, dtype)
+    mx.eval(module.parameters())
+    return module
+
+
 def _load(folder: Path, config: dict[str, Any], *, fuse: bool) -> LoadedModel:
     module = _build(folder, config)
     dtype = _activation_dtype(module)

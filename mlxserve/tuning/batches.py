@@ -88,6 +88,12 @@ class Batches:
         self._order: tuple[int, list[list[int]]] | None = None
 
     @property
+    def max_positions(self) -> int:
+        """Positions of the largest batch, padding not counted."""
+        longest = sorted((example.num_inputs for example in self._examples), reverse=True)
+        return sum(longest[: self._batch_size])
+
+    @property
     def batches_per_epoch(self) -> int:
         return ceil(len(self._examples) / self._batch_size)
 

@@ -49,7 +49,7 @@ class Checkpoints:
 
     @property
     def has_state(self) -> bool:
-        return (self.folder / _STATE / _PROGRESS).is_file()
+        return any((place / _PROGRESS).is_file() for place in self._places(_STATE))
 
     def save(self, saved: Saved, config: dict[str, Any]) -> None:
         """Replaces the last save as a whole."""
@@ -83,10 +83,13 @@ class Checkpoints:
 
     def _last(self, name: str) -> Path:
         """A folder, or the one that was about to be replaced when the process was killed."""
-        for place in (self.folder / name, self.folder / f".{name}.old"):
+        for place in self._places(name):
             if (place / _PROGRESS).is_file():
                 return place
         raise UsageError(f"{self.folder}: has no saved state to resume from")
+
+    def _places(self, name: str) -> tuple[Path, Path]:
+        return self.folder / name, self.folder / f".{name}.old"
 
     def _fresh_folder(self, name: str) -> Path:
         fresh = self.folder / f".{name}.new"
@@ -98,8 +101,8 @@ class Checkpoints:
         for file in fresh.iterdir():
             _sync(file)
         old = place.with_name(f".{place.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
         if place.exists():
+            shutil.rmtree(old, ignore_errors=True)
             os.rename(place, old)
         os.rename(fresh, place)
         _sync(place.parent)

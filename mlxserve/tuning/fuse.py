@@ -81,12 +81,11 @@ class LayerChange:
             return self.scale * (a[start:stop] @ b)
         if len(shape) == 2:
             return self.scale * (b[:, start:stop].T @ a.T)
-        num_experts, outputs, inputs = shape
-        by_expert = a.reshape(num_experts, -1, inputs)
+        outputs = shape[1]
         parts = []
         for expert in range(start // outputs, -(-stop // outputs)):
             first, last = max(start - expert * outputs, 0), min(stop - expert * outputs, outputs)
-            parts.append(b[expert, first:last] @ by_expert[expert])
+            parts.append(b[expert, first:last] @ a[expert])
         return self.scale * mx.concatenate(parts)
 
 
@@ -162,10 +161,8 @@ def _fits(a: mx.array, b: mx.array, shape: tuple[int, ...], is_embedding: bool) 
     if len(shape) == 3:
         num_experts, outputs, inputs = shape
         rank = b.shape[-1]
-        return tuple(b.shape) == (num_experts, outputs, rank) and tuple(a.shape) == (
-            num_experts * rank,
-            inputs,
-        )
+        expected = ((num_experts, rank, inputs), (num_experts, outputs, rank))
+        return (tuple(a.shape), tuple(b.shape)) == expected
     return a.shape[0] == shape[1] and b.shape[1] == shape[0] and a.shape[1] == b.shape[0]
 
 

@@ -17,8 +17,7 @@ import mlx.core as mx
 
 from mlxserve.errors import ModelLoadError, UnsupportedModelError
 from mlxserve.json_file import read_json_object
-from mlxserve.models.adapter_folder import CONFIG, PEFT_WEIGHTS, WEIGHTS, AdapterFolder
-from mlxserve.models.safetensors_file import read_header
+from mlxserve.models.adapter_folder import CONFIG, PEFT_WEIGHTS, WEIGHTS, AdapterFolder, load_tensors
 
 _PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
@@ -155,9 +154,7 @@ def _weights(source: Path) -> dict[str, mx.array]:
     path = source / PEFT_WEIGHTS
     if not path.is_file():
         raise ModelLoadError(f"{source}: {PEFT_WEIGHTS} is missing")
-    read_header(path)
-    weights = mx.load(str(path))
-    assert isinstance(weights, dict)
+    weights = load_tensors(path)
     if not weights:
         raise ModelLoadError(f"{path}: has no tensors")
     return weights

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from mlxserve.errors import UsageError
+from mlxserve.tuning.masking import LongRows, Mask
 
 FineTuneType = Literal["lora", "dora", "full"]
 Optimizer = Literal["adamw", "sgd"]
@@ -29,8 +30,10 @@ class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                      alpha / sqrt(rank) (https://arxiv.org/abs/2312.03732); alpha None: twice the rank
     targets          names of layers (``q_proj``, ``self_attn.q_proj``) or presets (mlxserve.tuning.targets)
     layers           the last so many decoder layers; None: all
-    steps            optimizer steps; None: as many as ``epochs`` need
+    iters            optimizer steps; None: as many as ``epochs`` need
     batch_size       rows of a forward; ``accumulate`` of them make one optimizer step
+    data             folder, file or hub data set; ``*_field`` name the columns of its rows
+                     (mlxserve.tuning.dataset, with long_rows, mask, valid_share and skip_bad)
     warmup           steps in which the learning rate rises to its value
     end_rate         share of the learning rate at the end of a linear or cosine schedule
     clip             limit of the gradient's norm, None for no limit
@@ -44,13 +47,22 @@ class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     dropout: float = 0.0
     targets: tuple[str, ...] = ("linear",)
     layers: int | None = None
-    steps: int | None = None
+    iters: int | None = None
     epochs: float = 1.0
     batch_size: int = 4
     accumulate: int = 1
+    data: str | None = None
+    prompt_field: str | None = None
+    completion_field: str | None = None
+    messages_field: str | None = None
+    text_field: str | None = None
+    tools_field: str | None = None
     max_length: int = 2048
+    long_rows: LongRows = "cut"
+    mask: Mask = "last"
+    valid_share: float = 0.05
+    skip_bad: bool = False
     pack: bool = True
-    mask_prompt: bool = True
     optimizer: Optimizer = "adamw"
     learning_rate: float = 1e-4
     schedule: Schedule = "cosine"
@@ -65,11 +77,12 @@ class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     eval_every: int = 100
     eval_batches: int | None = 25
     save_every: int = 100
+    report_every: int = 10
     patience: int | None = None
 
     def __post_init__(self) -> None:
         _at_least("rank", self.rank, 1)
-        _at_least("steps", self.steps, 1)
+        _at_least("iters", self.iters, 1)
         _at_least("batch_size", self.batch_size, 1)
         _at_least("accumulate", self.accumulate, 1)
         _at_least("max_length", self.max_length, 2)
@@ -77,6 +90,7 @@ class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         _at_least("eval_every", self.eval_every, 1)
         _at_least("eval_batches", self.eval_batches, 1)
         _at_least("save_every", self.save_every, 1)
+        _at_least("report_every", self.report_every, 1)
         _at_least("patience", self.patience, 1)
         _at_least("seed", self.seed, 0)
         if self.layers is not None and self.layers < 1 and self.layers != -1:
@@ -116,6 +130,18 @@ def _between(name: str, value: float, low: float, high: float, *, is_high_open: 
     if not (low <= value < high or (value == high and not is_high_open)):
         end = "less than" if is_high_open else "at most"
         raise UsageError(f"{name} must be at least {low} and {end} {high}, not {value}")
+
+
+MAY_CHANGE = frozenset({"eval_every", "eval_batches", "save_every", "report_every", "patience"})
+"""Settings that a run which goes on may have otherwise: they change nothing in its steps."""
+
+
+def check_same(saved: Mapping[str, Any], wanted: TrainSettings, *, ignore: frozenset[str]) -> None:
+    """Raises UsageError, naming the setting and both values, where a run cannot go on as it began."""
+    for name, value in msgspec.to_builtins(wanted).items():
+        before = saved.get(name)
+        if name not in MAY_CHANGE | ignore and before != value:
+            raise UsageError(f"the run to be resumed has {name} {before!r}, it cannot go on with {value!r}")
 
 
 def make_settings(file: Path | None, flags: Mapping[str, Any]) -> TrainSettings:

@@ -120,15 +120,14 @@ async def test_adapters_come_and_go_while_the_base_streams(tmp_path: Path) -> No
         assert [card["id"] for card in (await api.get(ADAPTERS)).body["data"]] == ["tiny:a"]
         changed = await text(api, "tiny:a")
         assert changed != base
-        ending = asyncio.create_task(api.stream(COMPLETIONS, request("tiny:a", max_tokens=200)))
-        while (await api.running())[0] < 2:
-            assert not ending.done()
+        assert (await stream).reason() == "length"
+        ending = asyncio.create_task(api.stream(COMPLETIONS, request("tiny:a", max_tokens=400)))
+        await api.wait_running(1)
         deleted = await api.request("DELETE", f"{ADAPTERS}/tiny:a")
         assert (deleted.status, deleted.body) == (200, {"id": "tiny:a", "deleted": True, "object": "model"})
         gone = await api.post(COMPLETIONS, request("tiny:a"))
         assert (gone.status, gone.error["code"]) == (404, "model_not_found")
         assert (await ending).text()[: len(changed)] == changed
-        assert (await stream).reason() == "length"
         # The name is free for other weights, and the old ones' cache is not theirs.
         other = write_adapter(tmp_path / "b", MODEL, seed=9)
         await api.post(ADAPTERS, {"name": "a", "path": str(other)})

@@ -1,0 +1,34 @@
+"""Greedy answers of a model in training, to be looked at: before and after."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from mlxserve.text.chat_template import ChatTemplate
+from mlxserve.text.folder_tokenizer import FolderTokenizer
+from mlxserve.tuning.training_model import TrainingModel
+
+
+def prompt_ids(tokenizer: FolderTokenizer, template: ChatTemplate | None, prompt: str) -> tuple[int, ...]:
+    """A prompt as a user's message, or as it is where there is no chat template."""
+    if template is None:
+        return tuple(tokenizer.encode(prompt))
+    rendered = template.render([{"role": "user", "content": prompt}])
+    return tuple(tokenizer.encode_rendered(rendered))
+
+
+def sample_text(
+    model: TrainingModel, tokenizer: FolderTokenizer, ids: tuple[int, ...], *, max_tokens: int
+) -> str:
+    """What greedy decoding adds to ``ids``, up to an end token. The whole text is computed again for each
+    token, as training computes it: a few short answers do not need more."""
+    model.module.eval()
+    tokens = list(ids)
+    for _ in range(max_tokens):
+        logits = model.last_logits(mx.array([tokens], dtype=mx.int32))
+        token = int(mx.argmax(logits).item())  # type: ignore[arg-type]
+        if token in tokenizer.eos_ids:
+            break
+        tokens.append(token)
+    model.module.train()
+    return tokenizer.decode(tokens[len(ids) :])
