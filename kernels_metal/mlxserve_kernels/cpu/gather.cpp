@@ -1,10 +1,12 @@
 // The operations on experts that are not part of a whole layer.
+#include "expert_gradients.h"
 #include "experts.h"
 #include "floats.h"
 #include "mlx/ops.h"
 #include "ops.h"
 #include "pool.h"
 #include "primitive.h"
+#include "row_gradients.h"
 #include "team.h"
 #include "tiles_view.h"
 #include "weight.h"
@@ -50,6 +52,12 @@ struct Layout {
             shape.n, "]");
   }
 
+  // How many of its arrays are weights: all but the bias.
+  std::size_t num_weights() const {
+    return is_tiled(shape.format) || !shape.group ? 1 : has_biases ? 3 : 2;
+  }
+  std::size_t num_arrays() const { return num_weights() + (has_bias ? 1 : 0); }
+
   static void append(const ExpertArrays& m, std::vector<mx::array>& inputs) {
     inputs.push_back(m.w);
     for (const auto* part : {&m.scales, &m.biases, &m.bias})
@@ -69,6 +77,39 @@ struct Layout {
     return m;
   }
 };
+
+// A layer with experts among the inputs of a primitive, and its gradients.
+struct Given {
+  const Layout& layout;
+  std::vector<mx::array> arrays;
+
+  Given(const Layout& layout, const std::vector<mx::array>& inputs, std::size_t first)
+      : layout(layout), arrays(inputs.begin() + first, inputs.begin() + first + layout.num_arrays()) {}
+
+  mx::array product(const mx::array& x, const mx::array& ids, bool is_paired) const;
+
+  // What belongs to a row a choice, of d_y [..., top_k, N].
+  mx::array gradient(const mx::array& d_y, const mx::array& ids) const {
+    require(!is_tiled(layout.shape.format), "gather_matmul: there is no gradient through tiles");
+    std::vector<mx::array> weights(arrays.begin(), arrays.begin() + layout.num_weights());
+    return gather_columns(d_y, ids, weights, layout.shape, layout.experts);
+  }
+};
+
+mx::array wide(const mx::array& a) { return mx::astype(a, mx::float32, cpu_stream()); }
+
+// [..., K] to [pairs, K], each row once a choice where it is not.
+mx::array rows_of_pairs(const mx::array& x, const mx::array& ids, bool is_paired) {
+  const mx::Stream s = cpu_stream();
+  const int width = x.shape(-1);
+  mx::array rows = wide(x);
+  if (!is_paired) {
+    mx::Shape shape = ids.shape();
+    shape.push_back(width);
+    rows = mx::broadcast_to(mx::expand_dims(rows, -2, s), shape, s);
+  }
+  return mx::reshape(rows, {int(ids.size()), width}, s);
+}
 
 void check_ids(const char* op, const int* ids, const Grouping& grouping) {
   for (long pair = 0; pair < grouping.rows * grouping.top_k; ++pair)
@@ -117,6 +158,29 @@ class GatherMatmul : public CpuPrimitive {
     });
   }
 
+  // For x, and for dense weights.
+  std::vector<mx::array> vjp(const std::vector<mx::array>& primals, const std::vector<mx::array>& cotangents,
+                             const std::vector<int>& argnums, const std::vector<mx::array>&) override {
+    const mx::Stream s = stream();
+    const mx::array &x = primals[0], &ids = primals[1];
+    mx::array d_y = wide(cotangents[0]);
+    std::vector<mx::array> gradients;
+    for (int argnum : argnums) {
+      if (argnum == 0) {
+        mx::array d_x = Given(layout_, primals, 2).gradient(d_y, ids);
+        gradients.push_back(mx::astype(is_paired_ ? d_x : mx::sum(d_x, -2, false, s), x.dtype(), s));
+        continue;
+      }
+      require(argnum == 2 && layout_.shape.format <= Format::bfloat16,
+              "gather_matmul: there is no gradient of ids, biases and quantized weights");
+      mx::array sums = expert_weight_gradient(mx::reshape(d_y, {int(ids.size()), d_y.shape(-1)}, s),
+                                              rows_of_pairs(x, ids, is_paired_), mx::reshape(ids, {int(ids.size())}, s),
+                                              layout_.experts);
+      gradients.push_back(mx::astype(sums, primals[2].dtype(), s));
+    }
+    return gradients;
+  }
+
  private:
   static void multiply(const ExpertMatrix& m, const Grouping& grouping, bool is_paired, const float* x, float* y) {
     const bool to_tiles = is_tiled(m.w.format);
@@ -134,6 +198,15 @@ class GatherMatmul : public CpuPrimitive {
   Layout layout_;
   bool is_paired_;
 };
+
+mx::array Given::product(const mx::array& x, const mx::array& ids, bool is_paired) const {
+  std::vector<mx::array> inputs{x, ids};
+  inputs.insert(inputs.end(), arrays.begin(), arrays.end());
+  mx::Shape shape = ids.shape();
+  shape.push_back(static_cast<mx::ShapeElem>(layout.shape.n));
+  return mx::array(std::move(shape), mx::float32, std::make_shared<GatherMatmul>(cpu_stream(), layout, is_paired),
+                   std::move(inputs));
+}
 
 class GatedExperts : public CpuPrimitive {
  public:
@@ -160,6 +233,33 @@ class GatedExperts : public CpuPrimitive {
       grouping.sort(ids);
       in_all_floats(from, to, grouping.rows, [&](const float* x, float* y) { run_all(parts, grouping, x, y); });
     });
+  }
+
+  // For x and the shares; the products are computed again, one after the other.
+  std::vector<mx::array> vjp(const std::vector<mx::array>& primals, const std::vector<mx::array>& cotangents,
+                             const std::vector<int>& argnums, const std::vector<mx::array>&) override {
+    const mx::Stream s = stream();
+    const mx::array& ids = primals[1];
+    const std::size_t first = has_shares_ ? 3 : 2;
+    const Given gate(gate_, primals, first), up(up_, primals, first + gate_.num_arrays());
+    const Given down(down_, primals, first + gate_.num_arrays() + up_.num_arrays());
+    mx::array x = wide(primals[0]), d_y = wide(cotangents[0]);
+    mx::array gates = gate.product(x, ids, false), ups = up.product(x, ids, false);
+    std::vector<mx::array> gradients;
+    for (int argnum : argnums) {
+      require(argnum == 0 || (has_shares_ && argnum == 2), "gated_experts: there is no gradient of ids and weights");
+      mx::array d_each = has_shares_ ? mx::expand_dims(d_y, -2, s) : d_y;
+      if (argnum == 2) {
+        mx::array y = down.product(mlxserve::gated(gates, ups, activation_), ids, true);
+        gradients.push_back(mx::sum(mx::multiply(d_each, y, s), -1, false, s));
+        continue;
+      }
+      if (has_shares_) d_each = mx::multiply(d_each, mx::expand_dims(primals[2], -1, s), s);
+      auto [d_gates, d_ups] = gated_gradient(gates, ups, down.gradient(d_each, ids), activation_);
+      mx::array d_x = mx::add(gate.gradient(d_gates, ids), up.gradient(d_ups, ids), s);
+      gradients.push_back(mx::astype(mx::sum(d_x, -2, false, s), primals[0].dtype(), s));
+    }
+    return gradients;
   }
 
  private:

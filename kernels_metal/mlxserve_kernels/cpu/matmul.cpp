@@ -152,6 +152,22 @@ class EmbedRows : public CpuPrimitive {
     });
   }
 
+  // For a dense table.
+  std::vector<mx::array> vjp(const std::vector<mx::array>& primals, const std::vector<mx::array>& cotangents,
+                             const std::vector<int>& argnums, const std::vector<mx::array>&) override {
+    const mx::Stream s = stream();
+    std::vector<mx::array> gradients;
+    for (int argnum : argnums) {
+      require(argnum == 1 && primals.size() == 2, "embed_rows: there is no gradient of ids and quantized tables");
+      const mx::array &ids = primals[0], &w = primals[1];
+      mx::array none = mx::zeros(w.shape(), mx::float32, s);
+      mx::array rows = mx::reshape(cotangents[0], {int(ids.size()), 1, w.shape(1)}, s);
+      gradients.push_back(
+          mx::astype(mx::scatter_add(none, mx::reshape(ids, {int(ids.size())}, s), rows, 0, s), w.dtype(), s));
+    }
+    return gradients;
+  }
+
  private:
   Weight shape_;
 };
