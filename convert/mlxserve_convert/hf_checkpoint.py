@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+
 from mlxserve.errors import ConversionError
 from mlxserve.json_file import read_json_object
 from mlxserve.models.architectures import check_model_type
@@ -16,6 +18,7 @@ from mlxserve_convert.checkpoint import Checkpoint, identity_of
 from mlxserve_convert.mapped_file import STORED_DTYPES, MappedFile, StoredWeight
 from mlxserve_convert.methods.method import floats_dtype
 from mlxserve_convert.mlx_checkpoint import join_packed, mlx_quantization
+from mlxserve_convert.options import DTYPES
 from mlxserve_convert.prequantized import find_prequantized
 from mlxserve_convert.torch_file import has_torch_files, read_torch_folder
 from mlxserve_convert.weights import Weight
@@ -36,11 +39,9 @@ def open_hf(path: Path) -> Checkpoint:
     prequantized = None if settings is not None else find_prequantized(config, path)
     is_torch = has_torch_files(path) and not any(path.glob("model*.safetensors*"))
     files, weights = read_torch_folder(path) if is_torch else _safetensors(path)
-    float_dtype = None
     if settings is not None:
         weights = join_packed(weights, settings, str(path))
     if prequantized is not None:
-        float_dtype = floats_dtype(weights)
         weights = prequantized.decode(weights, prequantized.settings, str(path))
     _check_floats(weights, path)
     return Checkpoint(
@@ -52,7 +53,7 @@ def open_hf(path: Path) -> Checkpoint:
         identity=identity_of([*(file.path for file in files), path / "config.json"]),
         keeps_layouts=any(weight.is_quantized for weight in weights.values()),
         is_mlx=settings is not None,
-        float_dtype=float_dtype,
+        float_dtype=None if prequantized is None else _float_dtype(config, weights),
         close=lambda: _close(files),
     )
 
@@ -85,6 +86,17 @@ def _check_floats(weights: Mapping[str, Weight], path: Path) -> None:
                 f"{path}: tensor {name!r} has type {types[0].upper()}, which is not supported without a "
                 "quantization_config that says how it is scaled"
             )
+
+
+def _float_dtype(config: Mapping[str, Any], weights: Mapping[str, Weight]) -> mx.Dtype | None:
+    """What the model computes in: the type that config.json names, else that of most of its plain floats."""
+    nested = config.get("text_config")
+    for place in (config, nested if isinstance(nested, dict) else {}):
+        name = place.get("dtype", place.get("torch_dtype"))
+        if name in DTYPES:
+            dtype: mx.Dtype = getattr(mx, name)
+            return dtype
+    return floats_dtype(weights)
 
 
 def _without_quantization(config: dict[str, Any]) -> dict[str, Any]:

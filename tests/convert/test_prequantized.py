@@ -12,6 +12,7 @@ import pytest
 from mlx_lm.utils import load_model
 
 from mlxserve.errors import ConversionError
+from mlxserve.models.architectures import build_model
 from mlxserve_convert import ConvertOptions, ConvertReport, convert
 from mlxserve_convert.convert import open_checkpoint
 from tests.convert import quantized
@@ -434,3 +435,134 @@ def test_quantized_experts_are_stacked(tmp_path: Path, name: str) -> None:
         assert np.array_equal(kept[key], expected) == (name in EXACT)
     assert bool(report.inexact_tensors) == (name not in EXACT)
     load_model(tmp_path / "kept")
+
+
+DEEPSEEK: dict[str, Any] = {
+    "model_type": "deepseek_v3",
+    "vocab_size": 320,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "n_shared_experts": 1,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 128,
+    "q_lora_rank": 128,
+    "qk_rope_head_dim": 32,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.mark.parametrize("has_two_powers", [False, True])
+def test_a_deepseek_release(tmp_path: Path, has_two_powers: bool) -> None:
+    """Float8 blocks of 128, experts one by one, and a matrix that mlx-lm splits into two others."""
+    weights: Arrays = {}
+    for key, values in random_weights(DEEPSEEK).items():
+        if "switch_mlp" in key:
+            for expert in range(4):
+                weights[key.replace("switch_mlp", f"experts.{expert}")] = values[expert]
+        elif ".embed_q." in key:
+            shape = (4 * 64, 128)
+            joined = np.random.default_rng(1).standard_normal(shape).astype(np.float32) * 0.3
+            weights[key.replace("embed_q", "kv_b_proj")] = joined
+        elif ".unembed_out." not in key:
+            weights[key] = values
+    exact = write_quantized(
+        tmp_path / "source",
+        DEEPSEEK | {"quantization_config": FP8 | BLOCK, "torch_dtype": "bfloat16"},
+        weights,
+        quantized.float8("block", has_two_powers=has_two_powers),
+        is_wanted=lambda key: "_proj" in key,
+    )
+    model = build_model(DEEPSEEK, tmp_path)
+    model.load_weights(list(model.sanitize({key: mx.array(values) for key, values in exact.items()}).items()))
+    expected = logits(model, TOKENS)
+    run(tmp_path / "source", tmp_path / "floats", dequantize=True, dtype="float32")
+    floats, _ = load_model(tmp_path / "floats")
+    assert np.allclose(logits(floats, TOKENS), expected, atol=1e-4 * np.abs(expected).max())
+    report = run(tmp_path / "source", tmp_path / "out")
+    experts = {t.mode for t in report.tensors if ".switch_mlp." in t.name}
+    assert experts == {"mxfp8" if has_two_powers else "affine"}
+    kept, _ = load_model(tmp_path / "out")
+    kept.set_dtype(mx.float32)
+    assert np.abs(logits(kept, TOKENS) - expected).mean() < 0.05 * np.abs(expected).mean()
+
+
+@pytest.mark.parametrize("is_head_equal", [True, False])
+def test_a_tied_model_with_a_quantized_head(tmp_path: Path, is_head_equal: bool) -> None:
+    """Case 24, A and B: the head in the files counts, unless it is the embedding."""
+    config = {**CONFIG, "tie_word_embeddings": True}
+    weights = random_weights(CONFIG)
+    if is_head_equal:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    settings, quantizer = ALL["gptq 8"]
+    exact = write_quantized(
+        tmp_path / "source",
+        config | {"quantization_config": settings},
+        weights,
+        quantizer,
+        is_wanted=lambda key: "norm" not in key and (is_head_equal or "embed" not in key),
+    )
+    report = run(tmp_path / "source", tmp_path / "out")
+    assert config_of(tmp_path / "out")["tie_word_embeddings"] == is_head_equal
+    assert any("differs from the embedding" in text for text in report.warnings) != is_head_equal
+    found = written(tmp_path / "out")
+    assert ("lm_head.weight" in found) != is_head_equal
+    assert all(np.array_equal(values, exact[key]) for key, values in found.items())
+
+
+def test_a_quantized_expert_that_is_missing_is_named(tmp_path: Path) -> None:
+    """Case 24, G."""
+    config = {
+        **CONFIG,
+        "model_type": "qwen3_moe",
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 128,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+    }
+    weights = random_weights(config)
+    for key in [key for key in weights if "switch_mlp" in key]:
+        values = weights.pop(key)
+        for expert in range(2):
+            weights[key.replace("switch_mlp", f"experts.{expert}")] = values[expert]
+    del weights["model.layers.0.mlp.experts.1.up_proj.weight"]
+    settings, quantizer = ALL["awq"]
+    write_quantized(
+        tmp_path / "source",
+        config | {"quantization_config": settings},
+        weights,
+        quantizer,
+        is_wanted=lambda key: "experts." in key,
+    )
+    with pytest.raises(ConversionError, match=r"experts\.1\.up_proj\.weight' is missing"):
+        run(tmp_path / "source", tmp_path / "out")
+
+
+def test_settings_in_the_nested_config_count(tmp_path: Path) -> None:
+    """Case 24, D and J: a multimodal checkpoint whose text part is quantized."""
+    inner = {key: value for key, value in CONFIG.items() if key != "model_type"}
+    settings, quantizer = ALL["float8 blocks"]
+    config = {
+        "model_type": "mistral3",
+        "text_config": inner | {"model_type": "llama", "quantization_config": settings},
+        "vision_config": {"depth": 2},
+    }
+    weights = {f"language_model.{key}": values for key, values in random_weights(CONFIG).items()}
+    exact = write_quantized(tmp_path / "source", config, weights, quantizer)
+    run(tmp_path / "source", tmp_path / "out", dequantize=True, dtype="float32")
+    found = written(tmp_path / "out")
+    assert found.keys() == exact.keys()
+    assert all(np.allclose(found[key], values, rtol=3e-7, atol=0) for key, values in exact.items())
+    written_config = config_of(tmp_path / "out")
+    assert "quantization_config" not in written_config["text_config"]
+    load_model(tmp_path / "out")
