@@ -195,21 +195,39 @@ def _checked(module: nn.Module, config: dict[str, Any], *, fuse: bool) -> Loaded
 def _build(folder: Path, config: dict[str, Any]) -> nn.Module:
     from mlx_lm.utils import load_model as load_mlx_lm
 
-    method = (config.get("quantization_config") or {}).get("quant_method")
-    if method is not None and "quantization" not in config:
-        raise UnsupportedModelError(
-            f"{folder} has quant_method {method!r}; convert it first: mlxserve convert {folder} -o OUT"
-        )
-    settled = settle_rope(config, config_fields(config, folder))
-    if (config.get("quantization") or {}).get("bits") is None:
-        # "bits": null is how some tools say "not quantized".
-        settled = {**settled, "quantization": None}
+    quantization = _quantization(folder, config)
+    settled = {
+        **settle_rope(config, config_fields(config, folder)),
+        "quantization": quantization,
+        "quantization_config": quantization,
+    }
     try:
         module, _ = load_mlx_lm(folder, lazy=True, strict=True, model_config=settled, trust_remote_code=False)
     except (ValueError, KeyError, TypeError, RuntimeError, FileNotFoundError) as error:
         raise ModelLoadError(f"cannot load {folder}: {_first_line(error)}") from None
     assert isinstance(module, nn.Module)
     return module
+
+
+def _quantization(folder: Path, config: dict[str, Any]) -> dict[str, Any] | None:
+    """MLX's settings of a quantized model, None for floats ("bits": null is how some tools say that).
+    Raises UnsupportedModelError for what others quantized."""
+    own = config.get("quantization")
+    if not own:
+        nested = (config.get("text_config") or {}).get("quantization_config")
+        own = config.get("quantization_config") or nested or {}
+        method = own.get("quant_method")
+        if method is not None:
+            raise UnsupportedModelError(
+                f"{folder} has quant_method {method!r}; convert it first: mlxserve convert {folder} -o OUT"
+            )
+    if own.get("bits") is not None:
+        settings: dict[str, Any] = own
+        return settings
+    unknown = sorted(set(own) - {"bits", "group_size", "mode"})
+    if unknown:
+        raise UnsupportedModelError(f"{folder} has a quantization that is not known: {', '.join(unknown)}")
+    return None
 
 
 def _first_line(error: Exception) -> str:

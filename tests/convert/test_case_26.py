@@ -123,8 +123,11 @@ def test_every_method_with_every_wish(tmp_path: Path, name: str) -> None:
         model.set_dtype(mx.float32)
         error = np.abs(logits(model, TOKENS) - expected).mean() / np.abs(expected).mean()
         assert error < (0.1 if wish == "-q" else 0.03), wish
-    with pytest.raises(UnsupportedModelError, match=f"quant_method '{settings['quant_method']}'; convert it"):
-        serve_model(tmp_path / "source")
+    for place in ({"quantization_config": settings}, {"text_config": {"quantization_config": settings}}):
+        (tmp_path / "source" / "config.json").write_text(json.dumps(CONFIG | place))
+        method = settings["quant_method"]
+        with pytest.raises(UnsupportedModelError, match=f"quant_method '{method}'; convert it"):
+            serve_model(tmp_path / "source")
 
 
 @pytest.mark.parametrize("wish", WISHES)
@@ -247,6 +250,23 @@ def test_k_mlx_is_quantized_twice_only_with_notice(tmp_path: Path, mode: str, bi
 def config_entry(folder: Path, key: str) -> dict[str, Any]:
     entry: dict[str, Any] = json.loads((folder / "config.json").read_text())[key]["lm_head"]
     return entry
+
+
+@pytest.mark.parametrize("key", ["quantization", "quantization_config"])
+def test_k_and_l_are_served_as_they_are(tmp_path: Path, key: str) -> None:
+    weights = random_weights(CONFIG)
+    source = write_folder(tmp_path / "floats", CONFIG, weights)
+    run(source, tmp_path / "source", bits=8, group_size=32)
+    config = json.loads((tmp_path / "source" / "config.json").read_text())
+    config[key] = config.pop("quantization")
+    (tmp_path / "source" / "config.json").write_text(json.dumps(config))
+    plain = write_folder(tmp_path / "plain", CONFIG | {key: {}}, weights)
+    empty = write_folder(tmp_path / "empty", CONFIG | {key: {"bits": None, "group_size": 64}}, weights)
+    sizes = [serve_model(folder).weight_bytes for folder in (tmp_path / "source", plain, empty)]
+    assert sizes[0] < 0.5 * sizes[1] == 0.5 * sizes[2]
+    odd = write_folder(tmp_path / "odd", CONFIG | {key: {"load_in_4bit": True}}, weights)
+    with pytest.raises(UnsupportedModelError, match="not known: load_in_4bit"):
+        serve_model(odd)
 
 
 @pytest.mark.parametrize("settings", [{}, {"bits": None, "group_size": 64}])

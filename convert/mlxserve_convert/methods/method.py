@@ -142,6 +142,9 @@ class ScaleGrid:
             raise _no_fit(scale, shape, where, name)
         self._grid_rows, self.num_groups = rows_and_groups
         self._is_single = scale.num_elements == 1
+        self._is_by_rows = (
+            not self._is_single and self._grid_rows == num_rows and scale.num_columns == self.num_groups
+        )
         self._block_rows = _step(num_rows, self._grid_rows, None if block is None else block[0])
         wanted = group if block is None else block[1]
         self.group_size = _step(num_columns, self.num_groups, wanted)
@@ -151,7 +154,7 @@ class ScaleGrid:
     def rows(self, start: int, stop: int) -> mx.array:
         """Float32 [stop - start, num_groups]."""
         scale = self._scale
-        if self._block_rows == 1 and len(scale.shape) > 1 and not self._is_single:
+        if self._is_by_rows:
             return values_of(scale, scale.read(start, stop)).reshape(stop - start, self.num_groups)
         numbers = np.arange(start, stop)
         grid = numbers // self._height * self._grid_rows + numbers % self._height // self._block_rows
@@ -196,7 +199,7 @@ def values_of(weight: Weight, array: mx.array) -> mx.array:
 def exponents_of_two(array: mx.array) -> mx.array:
     """2 ** (e - 127) for e8m0 numbers (Open Compute Project, "OCP Microscaling Formats", 5.4.1)."""
     numbers = np.array(array)
-    values = np.ldexp(np.float32(1), numbers.astype(np.int32) - 127).astype(np.float32)
+    values = np.ldexp(np.float32(1), np.minimum(numbers, 254).astype(np.int32) - 127)
     return mx.array(np.where(numbers == 255, np.float32(np.nan), values))
 
 
