@@ -19,12 +19,13 @@ from mlxserve_convert.mapped_file import STORED_DTYPES, MappedFile, StoredWeight
 from mlxserve_convert.methods.method import floats_dtype
 from mlxserve_convert.mlx_checkpoint import join_packed, mlx_quantization
 from mlxserve_convert.options import DTYPES
-from mlxserve_convert.prequantized import find_prequantized
+from mlxserve_convert.prequantized import SIDE_FILES, check_plain, find_prequantized
 from mlxserve_convert.torch_file import has_torch_files, read_torch_folder
 from mlxserve_convert.weights import Weight
 
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.jsonl")
-_NOT_COPIED = frozenset({"config.json", "model.safetensors.index.json"})
+_INDEX = ".index.json"
+_NOT_COPIED = frozenset({"config.json", *SIDE_FILES})
 _TEMPLATES = "additional_chat_templates"
 _QUANTIZATION_KEYS = ("quantization", "quantization_config", "compression_config")
 
@@ -43,6 +44,8 @@ def open_hf(path: Path) -> Checkpoint:
         weights = join_packed(weights, settings, str(path))
     if prequantized is not None:
         weights = prequantized.decode(weights, prequantized.settings, str(path))
+    if settings is None and prequantized is None:
+        check_plain(weights, path)
     _check_floats(weights, path)
     return Checkpoint(
         path=path,
@@ -50,7 +53,7 @@ def open_hf(path: Path) -> Checkpoint:
         config=_without_quantization(config),
         weights=weights,
         write_texts=lambda target: _copy_texts(path, target),
-        identity=identity_of([*(file.path for file in files), path / "config.json"]),
+        identity=identity_of([*(file.path for file in files), *_settings_files(path)]),
         keeps_layouts=any(weight.is_quantized for weight in weights.values()),
         is_mlx=settings is not None,
         float_dtype=None if prequantized is None else _float_dtype(config, weights),
@@ -88,6 +91,10 @@ def _check_floats(weights: Mapping[str, Weight], path: Path) -> None:
             )
 
 
+def _settings_files(path: Path) -> list[Path]:
+    return [file for name in ("config.json", *SIDE_FILES) if (file := path / name).is_file()]
+
+
 def _float_dtype(config: Mapping[str, Any], weights: Mapping[str, Weight]) -> mx.Dtype | None:
     """What the model computes in: the type that config.json names, else that of most of its plain floats."""
     nested = config.get("text_config")
@@ -111,7 +118,7 @@ def _copy_texts(source: Path, target: Path) -> None:
     """Tokenizer, template and generation files as they are; no code."""
     for pattern in _COPIED:
         for file in source.glob(pattern):
-            if file.name not in _NOT_COPIED and file.is_file():
+            if file.name not in _NOT_COPIED and not file.name.endswith(_INDEX) and file.is_file():
                 shutil.copyfile(file, target / file.name)
     templates = source / _TEMPLATES
     if templates.is_dir():

@@ -204,7 +204,7 @@ def _checked_names(checkpoint: Checkpoint, model: Any, weights: dict[str, Weight
     kept = {
         name: weight
         for name, weight in weights.items()
-        if name in expected or not name.endswith(_OLD_ROPE_BUFFER)
+        if name in expected or not _adds_nothing(name, weight)
     }
     unknown = sorted(set(kept) - set(expected))
     if unknown:
@@ -220,6 +220,13 @@ def _checked_names(checkpoint: Checkpoint, model: Any, weights: dict[str, Weight
                 f"the configuration asks for {shape}"
             )
     return kept
+
+
+def _adds_nothing(name: str, weight: Weight) -> bool:
+    """Old buffers of positions, and the biases of zeros that AutoGPTQ gives to every module."""
+    if name.endswith(_OLD_ROPE_BUFFER):
+        return True
+    return name.endswith(".bias") and weight.num_rows == 1 and not mx.any(weight.value()).item()
 
 
 def _some(names: list[str]) -> str:

@@ -6,7 +6,7 @@ unquantized checkpoint would use. A method, or a variant of one, that no decoder
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,20 @@ _METHODS: dict[str, Method] = {
     "fp8": FP8,
     "gptq": GPTQ,
     "mxfp4": MXFP4,
+}
+SIDE_FILES = {
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "hf_quant_config.json": "modelopt",
+}
+"""Where earlier versions of a method's tools, or others, keep the settings."""
+_MARKS = {
+    ".qweight": "GPTQ or AWQ",
+    ".weight_packed": "compressed-tensors",
+    ".weight_scale_inv": "FP8",
+    "_proj_blocks": "MXFP4",
+    ".SCB": "bitsandbytes",
+    ".absmax": "bitsandbytes",
 }
 _KEYS = ("quantization_config", "compression_config", "quantization")
 
@@ -54,14 +68,21 @@ def find_prequantized(config: Mapping[str, Any], path: Path) -> Prequantized | N
         )
     if found:
         return _known(found[0], path)
-    side_file = path / "hf_quant_config.json"
-    if side_file.is_file():
-        settings = read_json_object(side_file)
-        algorithm = settings.get("quantization", settings).get("quant_algo")
-        raise ConversionError(
-            f"{path}: is quantized: quant_method 'modelopt', format {algorithm!r}, which is not supported"
-        )
+    for name, method in SIDE_FILES.items():
+        if (path / name).is_file():
+            return _known({"quant_method": method, **read_json_object(path / name)}, path)
     return None
+
+
+def check_plain(names: Iterable[str], path: Path) -> None:
+    """Raises ConversionError if the names are those of a method that config.json does not tell of."""
+    for name in names:
+        method = next((method for suffix, method in _MARKS.items() if name.endswith(suffix)), None)
+        if method is not None:
+            raise ConversionError(
+                f"{path}: holds tensors that are quantized ({name!r}, as in {method}), but config.json has "
+                "no quantization_config that says how"
+            )
 
 
 def _is_nothing(settings: Mapping[str, Any]) -> bool:
@@ -77,7 +98,9 @@ def _known(settings: Mapping[str, Any], path: Path) -> Prequantized:
         )
     known = _METHODS.get(method) if isinstance(method, str) else None
     if known is None:
-        form = settings.get("format") or settings.get("fmt")
+        inner = settings.get("quantization")
+        inner = inner if isinstance(inner, dict) else settings
+        form = settings.get("format") or settings.get("fmt") or inner.get("quant_algo")
         raise ConversionError(
             f"{path}: is quantized: quant_method {method!r}, format {form!r}, which is not supported "
             f"(supported: {', '.join(_METHODS)}); convert from the unquantized checkpoint"

@@ -348,3 +348,24 @@ def test_dequantized_values_too_large_for_the_models_float16_are_kept_wide(tmp_p
     assert arrays[name].dtype == mx.float32
     assert float(arrays[name][0, 0]) == pytest.approx(90000, rel=0.04)
     assert arrays["model.layers.0.mlp.down_proj.weight"].dtype == mx.float16
+
+
+def test_mlx_lm_reads_the_same_from_what_it_knows(tmp_path: Path) -> None:
+    """mlx-lm's own readers of AWQ and of gpt-oss as a witness: the logits are those of our result."""
+    settings, quantizer = SETTINGS["A_awq"]
+    config = CONFIG | {"quantization_config": settings}
+
+    def float16(values: np.ndarray) -> tuple[str, np.ndarray]:
+        return quantized.typed(values.astype(np.float16))
+
+    write_quantized(tmp_path / "awq", config, random_weights(CONFIG), quantizer, floats=float16)
+    gpt_oss_checkpoint(tmp_path / "gpt_oss")
+    for name in ("awq", "gpt_oss"):
+        witness, _ = load_model(tmp_path / name)
+        run(tmp_path / name, tmp_path / f"{name}-out")
+        ours, _ = load_model(tmp_path / f"{name}-out")
+        for model in (witness, ours):
+            model.set_dtype(mx.float32)
+        expected = logits(witness, TOKENS)
+        # mlx-lm rounds AWQ's biases to float16.
+        assert np.abs(logits(ours, TOKENS) - expected).mean() < 5e-3 * np.abs(expected).mean(), name

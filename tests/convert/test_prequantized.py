@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,16 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 from mlx_lm.utils import load_model
 
 from mlxserve.errors import ConversionError
 from mlxserve.models.architectures import build_model
 from mlxserve_convert import ConvertOptions, ConvertReport, convert
 from mlxserve_convert.convert import open_checkpoint
+from mlxserve_convert.prequantized import find_prequantized
 from tests.convert import quantized
 from tests.convert.checkpoints import LLAMA, Arrays, logits, random_weights, reference_model
 from tests.convert.quantized import Quantizer, write_quantized
@@ -168,6 +173,12 @@ INEXACT: dict[str, tuple[dict[str, Any], Quantizer]] = {
             "float-quantized", num_bits=8, type="float", strategy="block", block_structure=[128, 128]
         ),
         quantized.float8("block", suffix="weight_scale"),
+    ),
+    "float-quantized blocks in words": (
+        group_settings(
+            "float-quantized", num_bits=8, type="float", strategy="block", block_structure="48x48"
+        ),
+        quantized.float8("block", suffix="weight_scale", block=48),
     ),
     "nvfp4 scaled": (
         group_settings("nvfp4-pack-quantized", num_bits=4, type="float", group_size=16),
@@ -358,6 +369,28 @@ def test_tensors_that_do_not_fit_are_named(
         run(tmp_path / "source", tmp_path / "out")
     assert "\n" not in str(error.value)
     assert not (tmp_path / "out").exists()
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 300) | st.sampled_from(["gptq", "float", "4", "128x128"]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["weights", "g"]), inner),
+    max_leaves=4,
+)
+KEYS = [
+    *("bits", "group_size", "desc_act", "checkpoint_format", "version", "fmt", "weight_block_size", "format"),
+    *("config_groups", "sparsity_config", "transform_config", "quantization_status", "is_marlin_format"),
+    "quant_method",
+]
+
+
+@hypothesis_settings(max_examples=200, deadline=None)
+@given(st.sampled_from(list(ALL)), st.dictionaries(st.sampled_from(KEYS), JSON, max_size=3), JSON)
+def test_no_settings_escape_as_another_error(name: str, changes: dict[str, Any], group: Any) -> None:
+    changed = ALL[name][0] | changes
+    if isinstance(changed.get("config_groups"), dict) and isinstance(group, dict):
+        changed["config_groups"] = {"g": {"weights": group.get("weights", group)}}
+    with contextlib.suppress(ConversionError):
+        find_prequantized({"quantization_config": changed}, Path("here"))
 
 
 def test_modules_that_the_method_left_alone_stay_floats(tmp_path: Path) -> None:
@@ -566,3 +599,49 @@ def test_settings_in_the_nested_config_count(tmp_path: Path) -> None:
     written_config = config_of(tmp_path / "out")
     assert "quantization_config" not in written_config["text_config"]
     load_model(tmp_path / "out")
+
+
+def test_biases_of_zeros_that_the_architecture_lacks_add_nothing(tmp_path: Path) -> None:
+    """AutoGPTQ gives every quantized module a bias, whether the model has one or not."""
+    settings, quantizer = ALL["gptq 4"]
+
+    for folder, number in (("zeros", 0.0), ("ones", 1.0)):
+
+        def with_bias(values: np.ndarray, number: float = number) -> tuple[quantized.Parts, np.ndarray]:
+            parts, exact = quantizer(values)
+            bias = np.full(values.shape[0], number, np.float16)
+            return parts | {"bias": quantized.typed(bias)}, exact
+
+        write(tmp_path / folder, settings, with_bias)
+    run(tmp_path / "zeros", tmp_path / "out")
+    assert not any(name.endswith("proj.bias") for name in written(tmp_path / "out"))
+    with pytest.raises(ConversionError, match=r"_proj\.bias' \(and \d more\) has no place in a llama model"):
+        run(tmp_path / "ones", tmp_path / "no")
+
+
+@pytest.mark.parametrize(
+    ("file", "settings", "name"),
+    [
+        ("quantize_config.json", {"bits": 4, "group_size": 64, "desc_act": False, "sym": True}, "gptq 4"),
+        ("quant_config.json", {"zero_point": True, "q_group_size": 64, "w_bit": 4, "version": "GEMM"}, "awq"),
+    ],
+)
+def test_settings_in_a_file_of_their_own(
+    tmp_path: Path, file: str, settings: dict[str, Any], name: str
+) -> None:
+    exact = write(tmp_path / "source", {}, ALL[name][1])
+    with pytest.raises(ConversionError, match=r"are quantized \('.*qweight', as in GPTQ or AWQ\)"):
+        run(tmp_path / "source", tmp_path / "out")
+    (tmp_path / "source" / file).write_text(json.dumps(settings))
+    run(tmp_path / "source", tmp_path / "out")
+    found = written(tmp_path / "out")
+    assert all(np.array_equal(found[key], values) for key, values in exact.items())
+    assert not (tmp_path / "out" / file).exists()
+
+
+def test_modelopts_own_file_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "source", {}, ALL["awq"][1])
+    settings = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}
+    (tmp_path / "source" / "hf_quant_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConversionError, match="quant_method 'modelopt', format 'NVFP4', which is not"):
+        run(tmp_path / "source", tmp_path / "out")

@@ -100,6 +100,7 @@ def test_shards_with_an_index(tmp_path: Path) -> None:
     index = folder / "pytorch_model.bin.index.json"
     index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     convert(folder, tmp_path / "out", ConvertOptions(dtype="float16", bits=8))
+    assert not (tmp_path / "out" / "pytorch_model.bin.index.json").exists()
     load_model(tmp_path / "out")
     index.write_text(json.dumps({"weight_map": weight_map | {"model.extra": file}}))
     with pytest.raises(ConversionError, match=r"names 1 tensors that no file has, first 'model\.extra'"):

@@ -190,10 +190,21 @@ def _defaults(settings: Settings, where: str) -> _Group:
     for group in _groups(settings, where):
         weights = group.get("weights")
         if isinstance(weights, dict):
-            block = weights.get("block_structure")
-            pair = (block[0], block[1]) if isinstance(block, list) and len(block) == 2 else None
-            return _Group(weights.get("num_bits", 8), weights.get("group_size"), pair)
+            bits, size = weights.get("num_bits", 8), weights.get("group_size")
+            return _Group(
+                bits if isinstance(bits, int) and bits > 0 else 8,
+                size if isinstance(size, int) else None,
+                _block(weights.get("block_structure")),
+            )
     return _Group(8, None, None)
+
+
+def _block(structure: Any) -> tuple[int, int] | None:
+    """Rows and columns of a block: a pair, or as older versions have it "128x128"."""
+    parts = structure.split("x") if isinstance(structure, str) else structure
+    if not isinstance(parts, list) or len(parts) != 2 or not all(str(part).isdecimal() for part in parts):
+        return None
+    return int(parts[0]), int(parts[1])
 
 
 def _decode(weights: Mapping[str, Weight], settings: Settings, where: str) -> dict[str, Weight]:

@@ -65,7 +65,7 @@ class GptqWeight(AffineWeight):
 
 
 def _check(settings: Settings, where: str) -> None:
-    form = settings.get("checkpoint_format") or "gptq"
+    form = str(settings.get("checkpoint_format") or "gptq")
     if form not in _OFFSETS or settings.get("is_marlin_format"):
         form = form if form not in _OFFSETS else "marlin"
         raise refused(settings, where, f"only: {', '.join(_OFFSETS)}", form)
@@ -113,7 +113,7 @@ def _matrix(weights: Mapping[str, Weight], module: str, settings: Settings, wher
         raise ConversionError(
             f"{where}: {module} has {num_groups} groups for {num_inputs} inputs, which do not divide"
         )
-    offset = _OFFSETS[settings.get("checkpoint_format") or "gptq"]
+    offset = _OFFSETS[str(settings.get("checkpoint_format") or "gptq")]
     return GptqWeight(qweight, qzeros, scales, bits, group_size or num_inputs, groups, offset)
 
 
