@@ -286,6 +286,23 @@ def ct_mxfp4() -> Quantizer:
     return quantize
 
 
+def ct_mxfp8() -> Quantizer:
+    table = float8_table()
+
+    def quantize(values: np.ndarray) -> tuple[Parts, np.ndarray]:
+        groups = values.reshape(values.shape[0], -1, 32)
+        exponents = np.floor(np.log2(np.abs(groups).max(axis=-1))) - 8
+        scales = np.float32(2.0) ** exponents[..., None].astype(np.float32)
+        codes = to_codes(np.clip(groups / scales, -448, 448), table)
+        parts = {
+            "weight": ("F8_E4M3", codes.reshape(values.shape)),
+            "weight_scale": typed((exponents + 127).astype(np.uint8)),
+        }
+        return parts, (table[codes] * scales).reshape(values.shape)
+
+    return quantize
+
+
 def ct_nvfp4(global_scale: float) -> Quantizer:
     table = float8_table()
 

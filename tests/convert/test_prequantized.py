@@ -120,6 +120,11 @@ EXACT: dict[str, tuple[dict[str, Any], Quantizer, tuple[str, int, int]]] = {
         quantized.ct_mxfp4(),
         ("mxfp4", 4, 32),
     ),
+    "mxfp8": (
+        group_settings("mxfp8-quantized", num_bits=8, type="float", group_size=32),
+        quantized.ct_mxfp8(),
+        ("mxfp8", 8, 32),
+    ),
     "nvfp4": (
         group_settings("nvfp4-pack-quantized", num_bits=4, type="float", group_size=16),
         quantized.ct_nvfp4(1.0),
@@ -645,3 +650,54 @@ def test_modelopts_own_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "source" / "hf_quant_config.json").write_text(json.dumps(settings))
     with pytest.raises(ConversionError, match="quant_method 'modelopt', format 'NVFP4', which is not"):
         run(tmp_path / "source", tmp_path / "out")
+
+
+def test_each_group_of_modules_in_a_format_of_its_own(tmp_path: Path) -> None:
+    """compressed-tensors "mixed-precision"."""
+    kinds: dict[str, tuple[dict[str, Any], Quantizer]] = {
+        "q_proj": (
+            {"format": "pack-quantized", "weights": {"num_bits": 8, "type": "int", "group_size": 64}},
+            quantized.ct_packed(8, 64),
+        ),
+        "up_proj": (
+            {"format": "pack-quantized", "weights": {"num_bits": 4, "type": "int", "group_size": 32}},
+            quantized.ct_packed(4, 32, is_symmetric=False),
+        ),
+        "down_proj": (
+            {"format": "int-quantized", "weights": {"num_bits": 8, "type": "int", "strategy": "channel"}},
+            quantized.ct_int8(None),
+        ),
+        "gate_proj": (
+            {
+                "format": "float-quantized",
+                "weights": {"num_bits": 8, "type": "float", "block_structure": [128, 128]},
+            },
+            quantized.float8("block", suffix="weight_scale", has_two_powers=True),
+        ),
+    }
+    settings = {
+        "quant_method": "compressed-tensors",
+        "format": "mixed-precision",
+        "config_groups": {name: {"targets": [f"re:.*{name}"], **group} for name, (group, _) in kinds.items()},
+    }
+    weights = dict(sorted(random_weights(CONFIG).items()))
+    wanted = [(name, kind) for name in weights for kind in kinds if kind in name]
+    quantizers = iter(kinds[kind][1] for _, kind in wanted)
+    exact = write_quantized(
+        tmp_path / "source",
+        CONFIG | {"quantization_config": settings},
+        weights,
+        lambda values: next(quantizers)(values),
+        is_wanted=lambda key: key in dict(wanted),
+    )
+    report = run(tmp_path / "source", tmp_path / "out")
+    assert not report.inexact_tensors
+    found = written(tmp_path / "out")
+    assert all(np.array_equal(found[key], values) for key, values in exact.items())
+    entries = config_of(tmp_path / "out")["quantization"]
+    layer = "model.layers.0"
+    assert entries[f"{layer}.self_attn.q_proj"] == {"group_size": 64, "bits": 8, "mode": "affine"}
+    assert entries[f"{layer}.mlp.up_proj"] == {"group_size": 32, "bits": 4, "mode": "affine"}
+    assert entries[f"{layer}.mlp.down_proj"] == {"group_size": 128, "bits": 8, "mode": "affine"}
+    assert entries[f"{layer}.mlp.gate_proj"] == {"group_size": 32, "bits": 8, "mode": "mxfp8"}
+    load_model(tmp_path / "out")

@@ -48,7 +48,8 @@ def grid(
     block: tuple[int, int] | None = None,
     group: int | None = None,
 ) -> ScaleGrid:
-    return ScaleGrid(Leaf(mx.array(scale), "float32"), shape, "here", "x_scale", block=block, group=group)
+    blocks = [(5, 5), *([block] if block else []), *([(1, group)] if group else [])]
+    return ScaleGrid(Leaf(mx.array(scale), "float32"), shape, "here", "x_scale", blocks)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,7 @@ def grid(
         ((1, 1), (6, 8), None, None, 8),
         ((6,), (6, 8), None, None, 8),
         ((6, 1), (6, 8), (4, 4), None, 8),
-        ((6, 2), (6, 8), None, None, 4),
+        ((6, 2), (6, 8), None, 4, 4),
         ((6, 3), (6, 8), None, 3, 3),
         ((3, 2), (6, 8), (2, 4), None, 4),
         ((2, 3), (6, 8), (4, 3), None, 3),
@@ -104,7 +105,15 @@ def test_scales_of_any_granularity(
 
 @pytest.mark.parametrize(
     ("scale_shape", "block"),
-    [((5, 1), None), ((4, 3), None), ((3, 3), (2, 4)), ((7,), None), ((6, 8, 1), None)],
+    [
+        ((6, 4), None),
+        ((3, 2), None),
+        ((5, 1), None),
+        ((4, 3), None),
+        ((3, 3), (2, 4)),
+        ((7,), None),
+        ((6, 8, 1), None),
+    ],
 )
 def test_scales_that_fit_nothing(scale_shape: tuple[int, ...], block: tuple[int, int] | None) -> None:
     with pytest.raises(ConversionError, match=r"here: tensor 'x_scale' of shape .* does not fit"):

@@ -61,13 +61,12 @@ _NVFP4 = Layout("nvfp4", 4, 16, mx.uint8)
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
-    """What the settings say of weights: those of the first group of modules, for modules whose tensors
-    leave it open."""
+class _Sizes:
+    """What the settings say of weights: the first width, and all blocks of rows and columns that share a
+    scale (a group is one of a single row). Which of them a module has, its tensors tell."""
 
     num_bits: int
-    group_size: int | None
-    block: tuple[int, int] | None
+    blocks: tuple[tuple[int, int], ...]
 
 
 class PackedIntWeight(AffineWeight):
@@ -186,29 +185,30 @@ def _check_group(settings: Settings, where: str, group: Mapping[str, Any]) -> No
         raise refused(settings, where, f"weights with dynamic {weights['dynamic']!r}", form)
 
 
-def _defaults(settings: Settings, where: str) -> _Group:
+def _sizes(settings: Settings, where: str) -> _Sizes:
+    widths: list[int] = []
+    blocks: list[tuple[int, int]] = []
     for group in _groups(settings, where):
         weights = group.get("weights")
         if isinstance(weights, dict):
             bits, size = weights.get("num_bits", 8), weights.get("group_size")
-            return _Group(
-                bits if isinstance(bits, int) and bits > 0 else 8,
-                size if isinstance(size, int) else None,
-                _block(weights.get("block_structure")),
-            )
-    return _Group(8, None, None)
+            widths += [bits] if isinstance(bits, int) and bits > 0 else []
+            blocks += [(1, size)] if isinstance(size, int) and size > 0 else []
+            blocks += _block(weights.get("block_structure"))
+    return _Sizes((*widths, 8)[0], tuple(blocks))
 
 
-def _block(structure: Any) -> tuple[int, int] | None:
+def _block(structure: Any) -> list[tuple[int, int]]:
     """Rows and columns of a block: a pair, or as older versions have it "128x128"."""
     parts = structure.split("x") if isinstance(structure, str) else structure
     if not isinstance(parts, list) or len(parts) != 2 or not all(str(part).isdecimal() for part in parts):
-        return None
-    return int(parts[0]), int(parts[1])
+        return []
+    height, width = int(parts[0]), int(parts[1])
+    return [(height, width)] if height and width else []
 
 
 def _decode(weights: Mapping[str, Weight], settings: Settings, where: str) -> dict[str, Weight]:
-    defaults = _defaults(settings, where)
+    sizes = _sizes(settings, where)
     decoded: dict[str, Weight] = {}
     modules = {name.removesuffix(".weight_scale") for name in weights if name.endswith(".weight_scale")}
     modules |= {name.removesuffix(".weight_packed") for name in weights if name.endswith(".weight_packed")}
@@ -218,41 +218,27 @@ def _decode(weights: Mapping[str, Weight], settings: Settings, where: str) -> di
         if not is_part and not name.endswith(NOT_WEIGHTS):
             decoded[name] = weight
     for module in sorted(modules):
-        decoded[f"{module}.weight"] = _matrix(weights, module, defaults, where)
+        decoded[f"{module}.weight"] = _matrix(weights, module, sizes, where)
     return decoded
 
 
-def _matrix(weights: Mapping[str, Weight], module: str, defaults: _Group, where: str) -> Weight:
+def _matrix(weights: Mapping[str, Weight], module: str, sizes: _Sizes, where: str) -> Weight:
     packed = weights.get(f"{module}.weight_packed")
     if packed is not None and packed.dtype == mx.uint8:
         return _packed_floats(weights, module, packed, where)
     if packed is not None:
-        return _packed_integers(weights, module, packed, defaults, where)
+        return _packed_integers(weights, module, packed, sizes, where)
     scale = part(weights, f"{module}.weight_scale", where)
     name = f"{module}.weight"
     weight = part(weights, name, where)
-    grid = ScaleGrid(
-        scale,
-        weight.shape,
-        where,
-        f"{name}_scale",
-        block=defaults.block,
-        group=defaults.group_size,
-    )
+    grid = ScaleGrid(scale, weight.shape, where, f"{name}_scale", sizes.blocks)
     if is_float8(weight):
         return Float8Weight(weight, grid)
     check_type(weight, name, where, mx.int8)
     zero_points = weights.get(f"{name}_zero_point")
     zeros = None
     if zero_points is not None:
-        zeros = ScaleGrid(
-            zero_points,
-            weight.shape,
-            where,
-            f"{name}_zero_point",
-            block=defaults.block,
-            group=defaults.group_size,
-        )
+        zeros = ScaleGrid(zero_points, weight.shape, where, f"{name}_zero_point", sizes.blocks)
     return Int8Weight(weight, grid, zeros)
 
 
@@ -274,7 +260,7 @@ def _packed_floats(weights: Mapping[str, Weight], module: str, packed: Weight, w
 
 
 def _packed_integers(
-    weights: Mapping[str, Weight], module: str, packed: Weight, defaults: _Group, where: str
+    weights: Mapping[str, Weight], module: str, packed: Weight, sizes: _Sizes, where: str
 ) -> Weight:
     name = f"{module}.weight"
     check_type(packed, f"{name}_packed", where, mx.int32, mx.uint32)
@@ -283,12 +269,12 @@ def _packed_integers(
     if stored_shape is not None:
         columns = int(np.array(stored_shape.value()).reshape(-1)[-1])
     else:
-        columns = packed.num_columns * 32 // defaults.num_bits
+        columns = packed.num_columns * 32 // sizes.num_bits
     # A module may have bits of its own: its width tells.
     bits = next(
         (
             bits
-            for bits in (defaults.num_bits, *_INTEGERS["pack-quantized"])
+            for bits in (sizes.num_bits, *_INTEGERS["pack-quantized"])
             if -(-columns * bits // 32) == packed.num_columns
         ),
         None,
@@ -299,7 +285,7 @@ def _packed_integers(
             f"{where}: tensor '{name}_packed' of shape {packed.shape} does not hold {columns} columns of "
             f"{', '.join(map(str, _INTEGERS['pack-quantized']))} bits without gaps"
         )
-    grid = ScaleGrid(scale, shape, where, f"{name}_scale", group=defaults.group_size)
+    grid = ScaleGrid(scale, shape, where, f"{name}_scale", sizes.blocks)
     zero_points = weights.get(f"{name}_zero_point")
     if zero_points is not None:
         words = -(-shape[-2] * bits // 32)

@@ -81,26 +81,21 @@ def _check(settings: Settings, where: str) -> None:
     form = settings.get("fmt", "e4m3")
     if form not in _FORMATS:
         raise refused(settings, where, f"only: {', '.join(_FORMATS)}", form)
-    _block(settings, where)
+    _blocks(settings, where)
 
 
-def _block(settings: Settings, where: str) -> tuple[int, int] | None:
+def _blocks(settings: Settings, where: str) -> list[tuple[int, int]]:
     block = settings.get("weight_block_size")
     if block is None:
-        return None
+        return []
     if not isinstance(block, list) or len(block) != 2 or not all(isinstance(n, int) and n > 0 for n in block):
         raise refused(settings, where, f"weight_block_size {block!r} is no pair of numbers")
-    return block[0], block[1]
+    return [(block[0], block[1])]
 
 
 def _decode(weights: Mapping[str, Weight], settings: Settings, where: str) -> dict[str, Weight]:
-    return decode_float8(weights, _block(settings, where), where)
-
-
-def decode_float8(
-    weights: Mapping[str, Weight], block: tuple[int, int] | None, where: str
-) -> dict[str, Weight]:
     """All float8 tensors with their scales; what scales activations and caches is left out."""
+    blocks = _blocks(settings, where)
     decoded: dict[str, Weight] = {}
     used: set[str] = set()
     for name, weight in weights.items():
@@ -109,7 +104,7 @@ def decode_float8(
             if scale is None:
                 raise ConversionError(f"{where}: tensor '{name}{_SUFFIXES[0]}' is missing")
             used.add(scale)
-            grid = ScaleGrid(weights[scale], weight.shape, where, scale, block=block)
+            grid = ScaleGrid(weights[scale], weight.shape, where, scale, blocks)
             decoded[name] = Float8Weight(weight, grid)
         elif not name.endswith(NOT_WEIGHTS):
             decoded[name] = weight

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,9 +116,9 @@ class ScaleGrid:
     """Scales (or zero points) of a matrix [..., rows, columns]: one for all of it, one a row, one a row and
     group of columns, or one a block.
 
-    ``group_size`` is the number of columns that share one; ``num_groups`` of them make a row. ``block`` says
-    how many rows and columns a block has, and ``group`` how many columns a group has where the shapes leave
-    that open. Raises ConversionError if ``scale`` fits in none of these ways.
+    ``group_size`` is the number of columns that share one; ``num_groups`` of them make a row. ``blocks`` are
+    the rows and columns that may share one, as the settings have it; a group of columns is a block of one
+    row. Raises ConversionError if ``scale`` fits in none of these ways.
     """
 
     def __init__(
@@ -127,9 +127,7 @@ class ScaleGrid:
         shape: tuple[int, ...],
         where: str,
         name: str,
-        *,
-        block: tuple[int, int] | None = None,
-        group: int | None = None,
+        blocks: Sequence[tuple[int, int]] = (),
     ) -> None:
         *outer, num_rows, num_columns = shape
         self._scale = scale
@@ -145,10 +143,11 @@ class ScaleGrid:
         self._is_by_rows = (
             not self._is_single and self._grid_rows == num_rows and scale.num_columns == self.num_groups
         )
-        self._block_rows = _step(num_rows, self._grid_rows, None if block is None else block[0])
-        wanted = group if block is None else block[1]
-        self.group_size = _step(num_columns, self.num_groups, wanted)
-        if not self._block_rows or not self.group_size:
+        for height, width in ((num_rows, num_columns), (1, num_columns), *blocks):
+            if rows_and_groups == (-(-num_rows // height), -(-num_columns // width)):
+                self._block_rows, self.group_size = height, width
+                break
+        else:
             raise _no_fit(scale, shape, where, name)
 
     def rows(self, start: int, stop: int) -> mx.array:
@@ -174,15 +173,6 @@ def _grid_shape(shape: tuple[int, ...], outer: tuple[int, ...], num_rows: int) -
     if len(rest) == 1 and rest[0] == num_rows:
         return num_rows, 1
     return (rest[0], rest[1]) if len(rest) == 2 else None
-
-
-def _step(length: int, count: int, wanted: int | None) -> int:
-    """How many of ``length`` share one of ``count``, 0 if they cannot be shared out."""
-    if count == 1:
-        return length
-    if wanted is not None and wanted > 0 and -(-length // wanted) == count:
-        return wanted
-    return length // count if count and length % count == 0 else 0
 
 
 def _no_fit(scale: Weight, shape: tuple[int, ...], where: str, name: str) -> ConversionError:
