@@ -98,13 +98,14 @@ class ConfigReader:
         if isinstance(value, list):
             raise self._fail(key, "differs between layers, which is not supported")
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-            raise self._fail(key, f"expected a positive integer, found {value!r}")
+            raise self._fail(key, f"expected a positive integer, found {str(value)[:40]!r}")
         return value
 
     def _number(self, key: str, default: float | None = None) -> float:
         value = self._get(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-            raise self._fail(key, f"expected a positive number, found {value!r}")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 < value < math.inf:
+            raise self._fail(key, f"expected a positive number, found {str(value)[:40]!r}")
         return shortest_float(value) if isinstance(value, float) else float(value)
 
     @property
