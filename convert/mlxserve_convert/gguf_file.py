@@ -158,7 +158,9 @@ class _Parser:
     def _string(self, what: str) -> str:
         length = self._scalar("Q", what)
         if length > _MAX_STRING and self._at + length <= self._size:
-            raise ConversionError(f"{self._path}: {_plain(what)} is a text of {length} bytes, at most {_MAX_STRING}")
+            raise ConversionError(
+                f"{self._path}: {_plain(what)} is a text of {length} bytes, at most {_MAX_STRING}"
+            )
         raw = self._take(length, what)
         try:
             return raw.decode("utf-8")
@@ -202,10 +204,10 @@ class _Parser:
     def read_tensors(self, metadata: dict[str, Any]) -> dict[str, GGUFTensor]:
         entries: dict[str, tuple[tuple[int, ...], int, int]] = {}
         for _ in range(self._num_tensors):
-            name, *entry = self._tensor_entry()
+            name, shape, kind, offset = self._tensor_entry()
             if name in entries:
                 raise ConversionError(f"{self._path}: tensor {name!r} occurs twice")
-            entries[name] = (entry[0], entry[1], entry[2])
+            entries[name] = (shape, kind, offset)
         alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
         is_whole = isinstance(alignment, int) and not isinstance(alignment, bool)
         if not is_whole or alignment <= 0 or alignment & (alignment - 1):

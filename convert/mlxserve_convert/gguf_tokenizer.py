@@ -118,7 +118,7 @@ class _Reader:
             tokenizer, add_bos = self._sentence_piece(), True
         else:
             raise ConversionError(
-                f"{self._path}: tokenizer model {self._model!r} is not supported, only: gpt2, llama"
+                f"{self._path}: tokenizer model {str(self._model)[:40]!r} is not supported, only: gpt2, llama"
             )
         add_bos = self._flag("add_bos_token", add_bos)
         add_eos = self._flag("add_eos_token", False)
@@ -148,8 +148,8 @@ class _Reader:
             return None
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < len(self._tokens):
             raise ConversionError(
-                f"{self._path}: tokenizer.ggml.{key} is {value!r}, the vocabulary has {len(self._tokens)} "
-                "tokens"
+                f"{self._path}: tokenizer.ggml.{key} is {str(value)[:40]}, the vocabulary has "
+                f"{len(self._tokens)} tokens"
             )
         return value
 
@@ -174,7 +174,11 @@ class _Reader:
         pre = PRE_TOKENIZERS.get(name) if isinstance(name, str) else None
         if pre is None:
             known = ", ".join(sorted(PRE_TOKENIZERS))
-            found = "no pre-tokenizer is named" if name is None else f"pre-tokenizer {name!r} is not known"
+            found = (
+                "no pre-tokenizer is named"
+                if name is None
+                else f"pre-tokenizer {str(name)[:40]!r} is not known"
+            )
             raise ConversionError(f"{self._path}: {found} (tokenizer.ggml.pre), only: {known}")
         vocabulary = self._vocabulary()
         merges = [self._merge(merge, vocabulary) for merge in self._texts("merges")]

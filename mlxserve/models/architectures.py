@@ -66,7 +66,7 @@ def _check_depth(config: dict[str, Any], source: Path) -> None:
             depth = place.get(key)
             if isinstance(depth, int | float) and not 0 <= depth <= _MAX_DEPTH:
                 raise ModelLoadError(
-                    f"{source}: config.json has {key} {str(depth)[:40]}, at most {_MAX_DEPTH} layers are built"
+                    f"{source}: config.json has {key} {str(depth)[:20]}, at most {_MAX_DEPTH} are read"
                 )
 
 

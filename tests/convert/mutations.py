@@ -12,13 +12,15 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from gguf import GGMLQuantizationType as Kind
 
 from mlxserve.errors import ConversionError, ModelLoadError
 from mlxserve.models.safetensors_file import read_tensors
-from mlxserve_convert import ConvertOptions
+from mlxserve_convert import ConvertOptions, gguf_checkpoint
 from mlxserve_convert.gguf_checkpoint import open_gguf
+from mlxserve_convert.gguf_file import GGUFFile
 from mlxserve_convert.hf_checkpoint import open_hf
 from mlxserve_convert.plan import make_plan
 from tests.convert.checkpoints import LLAMA, random_weights, write_folder, write_gguf
@@ -127,17 +129,22 @@ class Readers:
         if rng.random() < 0.5:
             scores = [-float(index) for index in range(len(metadata["tokenizer.ggml.tokens"]))]
             metadata |= {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": scores}
-            metadata |= {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 2.0, "split.count": 1}
+            metadata |= {
+                "llama.rope.scaling.type": "yarn",
+                "llama.rope.scaling.factor": 2.0,
+                "split.count": 1,
+            }
+            metadata["llama.rope.scaling.original_context_length"] = 128
         for _ in range(rng.randint(1, 2)):
             key = rng.choice(list(metadata))
             if rng.random() < 0.15:
                 del metadata[key]
-            elif isinstance(metadata[key], list) and rng.random() < 0.5:
+            elif isinstance(metadata[key], list) and metadata[key] and rng.random() < 0.5:
                 metadata[key][rng.randrange(len(metadata[key]))] = rng.choice(_HOSTILE)
             else:
                 metadata[key] = copy.deepcopy(rng.choice(_HOSTILE))
-        with opened(file) as checkpoint:
-            make_plan(checkpoint, ConvertOptions())
+        with patch.object(gguf_checkpoint, "GGUFFile", lambda path: file):
+            self._open_gguf()
 
     def _open_gguf(self) -> None:
         with open_gguf(self._gguf) as checkpoint:
