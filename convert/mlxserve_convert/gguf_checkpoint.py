@@ -90,6 +90,10 @@ def _halves(weight: Weight, num_heads: int) -> Weight:
 
     A vector (a bias) has its values in the same order.
     """
+    if weight.shape[0] % (2 * num_heads):
+        raise ConversionError(
+            f"tensors of the attention have {weight.shape[0]} rows, no {num_heads} heads of even size"
+        )
     if len(weight.shape) == 1:
         return _halved_vector(weight, num_heads)
     numbers = row_numbers(weight)

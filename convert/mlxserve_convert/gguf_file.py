@@ -6,6 +6,7 @@ and 3 are read. Whatever is wrong with a file ends in a ConversionError of one l
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import struct
 from dataclasses import dataclass
@@ -24,6 +25,14 @@ _DEFAULT_ALIGNMENT = 32
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _MAX_DIMENSIONS = 4
+_MAX_ARRAY = 1 << 24
+"""Items of a metadata array; vocabularies have up to a few million."""
+_MAX_STRING = 1 << 26
+"""Bytes of a text, tensor name or key."""
+_MAX_NAME = 512
+"""Characters of a tensor's name; the format's own writers stop at 63."""
+_SHOWN = 100
+"""Characters of a name in a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +113,11 @@ class GGUFFile:
         self.close()
 
 
+def _plain(text: str) -> str:
+    """For messages: keys of a damaged file hold anything."""
+    return text if text.isprintable() else ascii(text)
+
+
 class _Parser:
     """One pass over the header. Every read is checked against the end of the file."""
 
@@ -132,7 +146,7 @@ class _Parser:
         end = self._at + count
         if end > self._size:
             raise ConversionError(
-                f"{self._path}: truncated: {what} needs bytes up to {end}, the file has {self._size}"
+                f"{self._path}: truncated: {_plain(what)} needs bytes up to {end}, the file has {self._size}"
             )
         raw = self._data[self._at : end]
         self._at = end
@@ -142,19 +156,25 @@ class _Parser:
         return struct.unpack("<" + code, self._take(struct.calcsize("<" + code), what))[0]
 
     def _string(self, what: str) -> str:
-        raw = self._take(self._scalar("Q", what), what)
+        length = self._scalar("Q", what)
+        if length > _MAX_STRING and self._at + length <= self._size:
+            raise ConversionError(
+                f"{self._path}: {_plain(what)} is a text of {length} bytes, at most {_MAX_STRING}"
+            )
+        raw = self._take(length, what)
         try:
             return raw.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise ConversionError(f"{self._path}: {what} holds text that is not UTF-8") from error
+            raise ConversionError(f"{self._path}: {_plain(what)} holds text that is not UTF-8") from error
 
     def read_metadata(self) -> dict[str, Any]:
         metadata: dict[str, Any] = {}
         for _ in range(self._num_keys):
             key = self._string("a metadata key")
             if key in metadata:
-                raise ConversionError(f"{self._path}: metadata key {key!r} occurs twice")
-            metadata[key] = self._value(self._scalar("I", key), key)
+                raise ConversionError(f"{self._path}: metadata key {key[:_SHOWN]!r} occurs twice")
+            shown = key[:_SHOWN]
+            metadata[key] = self._value(self._scalar("I", shown), shown)
         return metadata
 
     def _value(self, kind: int, key: str) -> Any:
@@ -169,6 +189,10 @@ class _Parser:
     def _array(self, key: str) -> list[Any]:
         kind = self._scalar("I", key)
         count = self._scalar("Q", key)
+        if count > _MAX_ARRAY and self._at + count <= self._size:
+            raise ConversionError(
+                f"{self._path}: metadata key {key!r} is an array of {count} items, at most {_MAX_ARRAY}"
+            )
         if kind in _SCALARS:
             code = _SCALARS[kind]
             raw = self._take(count * struct.calcsize("<" + code), key)
@@ -178,22 +202,45 @@ class _Parser:
         raise ConversionError(f"{self._path}: metadata key {key!r} is an array of unknown type {kind}")
 
     def read_tensors(self, metadata: dict[str, Any]) -> dict[str, GGUFTensor]:
-        entries = [self._tensor_entry() for _ in range(self._num_tensors)]
+        entries: dict[str, tuple[tuple[int, ...], int, int]] = {}
+        for _ in range(self._num_tensors):
+            name, shape, kind, offset = self._tensor_entry()
+            if name in entries:
+                raise ConversionError(f"{self._path}: tensor {name!r} occurs twice")
+            entries[name] = (shape, kind, offset)
         alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
-        if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
+        is_whole = isinstance(alignment, int) and not isinstance(alignment, bool)
+        if not is_whole or alignment <= 0 or alignment & (alignment - 1):
             raise ConversionError(
-                f"{self._path}: general.alignment must be a power of two, found {alignment!r}"
+                f"{self._path}: general.alignment must be a power of two, found {str(alignment)[:40]!r}"
             )
         start = -(-self._at // alignment) * alignment
-        tensors: dict[str, GGUFTensor] = {}
-        for name, shape, kind, offset in entries:
-            if name in tensors:
-                raise ConversionError(f"{self._path}: tensor {name!r} occurs twice")
+        tensors = {}
+        for name, (shape, kind, offset) in entries.items():
+            if offset % alignment:
+                raise ConversionError(
+                    f"{self._path}: tensor {name!r} has offset {offset}, no multiple of the alignment "
+                    f"{alignment}"
+                )
             tensors[name] = self._tensor(name, shape, kind, start + offset)
+        self._check_overlaps(tensors)
         return tensors
+
+    def _check_overlaps(self, tensors: dict[str, GGUFTensor]) -> None:
+        in_order = sorted(tensors.values(), key=lambda tensor: (tensor.offset, tensor.num_bytes))
+        for before, tensor in itertools.pairwise(in_order):
+            if tensor.offset < before.offset + before.num_bytes:
+                raise ConversionError(
+                    f"{self._path}: tensors {before.name!r} and {tensor.name!r} share bytes"
+                )
 
     def _tensor_entry(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self._string("a tensor name")
+        if len(name) > _MAX_NAME:
+            raise ConversionError(
+                f"{self._path}: tensor {name[:_SHOWN]!r} has a name of {len(name)} characters, "
+                f"at most {_MAX_NAME}"
+            )
         num_dims = self._scalar("I", name)
         if num_dims > _MAX_DIMENSIONS:
             raise ConversionError(
@@ -201,6 +248,8 @@ class _Parser:
                 "allowed"
             )
         dims = tuple(self._scalar("Q", name) for _ in range(num_dims))
+        if 0 in dims:
+            raise ConversionError(f"{self._path}: tensor {name!r} of shape {dims[::-1]} is empty")
         return name, dims[::-1], self._scalar("I", name), self._scalar("Q", name)
 
     def _tensor(self, name: str, shape: tuple[int, ...], kind: int, offset: int) -> GGUFTensor:

@@ -64,7 +64,7 @@ def architecture_of(file: GGUFFile) -> Architecture:
     if isinstance(name, str) and name in _ARCHITECTURES:
         return _ARCHITECTURES[name]
     known = ", ".join(sorted(_ARCHITECTURES))
-    raise ConversionError(f"{file.path}: architecture {name!r} is not supported, only: {known}")
+    raise ConversionError(f"{file.path}: architecture {str(name)[:40]!r} is not supported, only: {known}")
 
 
 def target_name(gguf_name: str) -> str | None:
@@ -98,13 +98,14 @@ class ConfigReader:
         if isinstance(value, list):
             raise self._fail(key, "differs between layers, which is not supported")
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-            raise self._fail(key, f"expected a positive integer, found {value!r}")
+            raise self._fail(key, f"expected a positive integer, found {str(value)[:40]!r}")
         return value
 
     def _number(self, key: str, default: float | None = None) -> float:
         value = self._get(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-            raise self._fail(key, f"expected a positive number, found {value!r}")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 < value < 1e38:
+            raise self._fail(key, f"expected a positive number, found {str(value)[:40]!r}")
         return shortest_float(value) if isinstance(value, float) else float(value)
 
     @property
@@ -167,10 +168,12 @@ class ConfigReader:
         }
 
     def _check_supported(self) -> None:
-        if self._metadata.get("split.count", 0) > 1:
+        parts = self._metadata.get("split.count", 0)
+        if not isinstance(parts, int):
+            raise ConversionError(f"{self._file.path}: split.count: expected an integer")
+        if parts > 1:
             raise ConversionError(
-                f"{self._file.path}: is one part of a split GGUF, merge the {self._metadata['split.count']} "
-                "parts first"
+                f"{self._file.path}: is one part of a split GGUF, merge the {parts} parts first"
             )
         if self._get("expert_count", 0) and not self._has_experts:
             raise self._fail("expert_count", "a mixture of experts is supported in qwen3moe files alone")
@@ -199,6 +202,10 @@ class ConfigReader:
                 )
             return self._llama3_scaling(config)
         factor = self._get("rope.scaling.factor", self._get("rope.scale_linear", 1.0))
+        if factor != 0:
+            for key in ("rope.scale_linear", "rope.scaling.factor"):
+                if f"{self._architecture.name}.{key}" in self._metadata:
+                    factor = self._number(key)
         if kind == "none" and "rope.scaling.type" not in self._metadata and factor not in (0, 1.0):
             kind = "linear"
         if kind == "none" or factor in (0, 1.0):
@@ -208,7 +215,7 @@ class ConfigReader:
         if kind == "yarn":
             return self._yarn_scaling(shortest_float(factor))
         raise self._fail(
-            "rope.scaling.type", f"{kind!r} is not supported, only none, linear, yarn and llama3"
+            "rope.scaling.type", f"{str(kind)[:40]!r} is not supported, only none, linear, yarn and llama3"
         )
 
     def _yarn_scaling(self, factor: float) -> dict[str, Any]:
@@ -231,6 +238,8 @@ class ConfigReader:
                 f"found {tensor.type_name} of shape {tensor.shape}"
             )
         factors = self._file.data(ROPE_FACTORS).view(np.float32).astype(np.float64)
+        if not (np.isfinite(factors) & (factors > 0)).all():
+            raise ConversionError(f"{self._file.path}: {ROPE_FACTORS} holds values that are no factors")
         scaling = fit_llama3_scaling(factors.tolist(), config["rope_theta"])
         if scaling is None:
             raise ConversionError(

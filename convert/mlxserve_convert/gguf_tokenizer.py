@@ -8,6 +8,7 @@ rebuilt from these scores (best result first), and bytes fall back to ``<0xNN>``
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ from mlxserve_convert.pretokenizers import PRE_TOKENIZERS
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _SPACE = "▁"
 _UNLIMITED_LENGTH = 10**30
+_MAX_TOKEN = 4096
+"""Characters; every cut of a token is tried for merges."""
+_TEMPLATE = "tokenizer.chat_template"
 
 # Control tokens that end a turn or a text, whatever the metadata calls them.
 _END_NAMES = frozenset(
@@ -76,14 +80,33 @@ class _Reader:
         self._metadata = metadata
         self._path = path
         self._model = self._get("model")
-        tokens = self._get("tokens")
-        if not isinstance(tokens, list) or not tokens:
+        tokens = self._texts("tokens")
+        if not tokens:
             raise ConversionError(f"{path}: has no tokenizer (tokenizer.ggml.tokens is missing)")
+        longest = max(len(token) for token in tokens)
+        if longest > _MAX_TOKEN:
+            raise ConversionError(f"{path}: a token of {longest} characters, at most {_MAX_TOKEN} are read")
         self._tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(tokens)]
         types = self._get("token_type")
         self._types: list[int] = types if types is not None else [_NORMAL] * len(tokens)
+        if not isinstance(self._types, list) or any(type(kind) is not int for kind in self._types):
+            raise ConversionError(f"{path}: tokenizer.ggml.token_type is no list of integers")
         if len(self._types) != len(tokens):
             raise ConversionError(f"{path}: {len(tokens)} tokens but {len(self._types)} token types")
+
+    def _texts(self, key: str) -> list[str]:
+        value = self._get(key)
+        if value is None:
+            return []
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise ConversionError(f"{self._path}: tokenizer.ggml.{key} is no list of texts")
+        return value
+
+    def _template(self, key: str) -> str:
+        value = self._metadata[key]
+        if not isinstance(value, str):
+            raise ConversionError(f"{self._path}: {key} is no text")
+        return value
 
     def _get(self, key: str) -> Any:
         return self._metadata.get(f"tokenizer.ggml.{key}")
@@ -95,7 +118,7 @@ class _Reader:
             tokenizer, add_bos = self._sentence_piece(), True
         else:
             raise ConversionError(
-                f"{self._path}: tokenizer model {self._model!r} is not supported, only: gpt2, llama"
+                f"{self._path}: tokenizer model {str(self._model)[:40]!r} is not supported, only: gpt2, llama"
             )
         add_bos = self._flag("add_bos_token", add_bos)
         add_eos = self._flag("add_eos_token", False)
@@ -107,7 +130,7 @@ class _Reader:
         return GGUFTokenizer(
             tokenizer=tokenizer,
             config=self._config(add_bos=add_bos, add_eos=add_eos),
-            chat_template=self._metadata.get("tokenizer.chat_template"),
+            chat_template=self._template(_TEMPLATE) if _TEMPLATE in self._metadata else None,
             named_templates=self._named_templates(),
             bos_id=bos_id,
             eos_ids=self._eos_ids(eos_id),
@@ -121,12 +144,12 @@ class _Reader:
 
     def _token_id(self, key: str) -> int | None:
         value = self._get(key)
-        if value is None or value in (-1, 0xFFFFFFFF):
+        if value is None or (isinstance(value, int) and value in (-1, 0xFFFFFFFF)):
             return None
-        if not isinstance(value, int) or not 0 <= value < len(self._tokens):
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < len(self._tokens):
             raise ConversionError(
-                f"{self._path}: tokenizer.ggml.{key} is {value!r}, the vocabulary has {len(self._tokens)} "
-                "tokens"
+                f"{self._path}: tokenizer.ggml.{key} is {str(value)[:40]}, the vocabulary has "
+                f"{len(self._tokens)} tokens"
             )
         return value
 
@@ -151,10 +174,14 @@ class _Reader:
         pre = PRE_TOKENIZERS.get(name) if isinstance(name, str) else None
         if pre is None:
             known = ", ".join(sorted(PRE_TOKENIZERS))
-            found = "no pre-tokenizer is named" if name is None else f"pre-tokenizer {name!r} is not known"
+            found = (
+                "no pre-tokenizer is named"
+                if name is None
+                else f"pre-tokenizer {str(name)[:40]!r} is not known"
+            )
             raise ConversionError(f"{self._path}: {found} (tokenizer.ggml.pre), only: {known}")
         vocabulary = self._vocabulary()
-        merges = [self._merge(merge, vocabulary) for merge in self._get("merges") or ()]
+        merges = [self._merge(merge, vocabulary) for merge in self._texts("merges")]
         if not merges:
             raise ConversionError(f"{self._path}: a gpt2 tokenizer needs merges (tokenizer.ggml.merges)")
         byte_level = {
@@ -202,6 +229,8 @@ class _Reader:
     def _sentence_piece(self) -> dict[str, Any]:
         vocabulary = self._vocabulary()
         scores = self._get("scores")
+        if scores is not None and not _are_numbers(scores):
+            raise ConversionError(f"{self._path}: tokenizer.ggml.scores is no list of finite numbers")
         if scores is None or len(scores) != len(self._tokens):
             found = 0 if scores is None else len(scores)
             raise ConversionError(f"{self._path}: {len(self._tokens)} tokens but {found} scores")
@@ -287,12 +316,13 @@ class _Reader:
 
     def _config(self, *, add_bos: bool, add_eos: bool) -> dict[str, Any]:
         architecture = self._metadata.get("general.architecture")
+        length = self._metadata.get(f"{architecture}.context_length")
         config: dict[str, Any] = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "add_bos_token": add_bos,
             "add_eos_token": add_eos,
             "clean_up_tokenization_spaces": False,
-            "model_max_length": self._metadata.get(f"{architecture}.context_length", _UNLIMITED_LENGTH),
+            "model_max_length": length if isinstance(length, int) else _UNLIMITED_LENGTH,
         }
         for name, key in (
             ("bos_token", "bos_token_id"),
@@ -306,11 +336,17 @@ class _Reader:
         return config
 
     def _named_templates(self) -> dict[str, str]:
-        prefix = "tokenizer.chat_template."
+        prefix = f"{_TEMPLATE}."
         named = {
-            key.removeprefix(prefix): text for key, text in self._metadata.items() if key.startswith(prefix)
+            key.removeprefix(prefix): self._template(key) for key in self._metadata if key.startswith(prefix)
         }
         return {name: text for name, text in named.items() if re.fullmatch(r"[\w-]+", name)}
+
+
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(item, int | float) and not isinstance(item, bool) and math.isfinite(item) for item in value
+    )
 
 
 def merges_from_scores(vocabulary: dict[str, int], scores: list[float]) -> list[list[str]]:

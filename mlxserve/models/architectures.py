@@ -27,6 +27,8 @@ _HELPER_MODULES = frozenset(
         "switch_layers",
     }
 )
+_DEPTHS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_nextn_predict_layers")
+_MAX_DEPTH = 4096
 
 
 def known_model_types() -> list[str]:
@@ -45,13 +47,27 @@ def build_model(config: dict[str, Any], source: Path) -> Any:
     the architecture cannot be built from.
     """
     model_class, args_class = _classes(config, source)
+    _check_depth(config, source)
     try:
         return model_class(args_class.from_dict(config))
-    except (TypeError, KeyError, ValueError, AttributeError, AssertionError) as error:
-        reason = str(error).replace("\n", " ") or type(error).__name__
+    except Exception as error:
+        # mlx-lm computes with the values of a config as they come: anything may go wrong there.
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ModelLoadError(
             f"{source}: config.json does not describe a {config['model_type']} model: {reason}"
         ) from error
+
+
+def _check_depth(config: dict[str, Any], source: Path) -> None:
+    """A wrong number of layers would be built, one after the other, until the memory ends."""
+    nested = config.get("text_config")
+    for place in (config, nested if isinstance(nested, dict) else {}):
+        for key in _DEPTHS:
+            depth = place.get(key)
+            if isinstance(depth, int | float) and not 0 <= depth <= _MAX_DEPTH:
+                raise ModelLoadError(
+                    f"{source}: config.json has {key} {str(depth)[:20]}, at most {_MAX_DEPTH} are read"
+                )
 
 
 def config_fields(config: dict[str, Any], source: Path) -> frozenset[str]:
@@ -96,4 +112,4 @@ def _unknown_type(model_type: str, config: dict[str, Any], source: Path) -> str:
     code = ""
     if config.get("auto_map"):
         code = "; the checkpoint's own code (auto_map) is never run"
-    return f"{source}: model_type {model_type!r} is not supported ({hint}){code}"
+    return f"{source}: model_type {model_type[:100]!r} is not supported ({hint}){code}"

@@ -7,6 +7,8 @@ Format: 8 bytes little-endian header length, a JSON header with ``data_offsets``
 from __future__ import annotations
 
 import json
+import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,9 @@ _ITEM_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "I16": 16, "U16": 16, "F16": 16,
     "BF16": 16, "I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64,
 }  # fmt: skip
+
+
+_FILE_NAME = re.compile(r"[^/\\\x00-\x1f]{1,200}\.\w+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +53,7 @@ def read_tensors(folder: Path) -> tuple[tuple[Path, ...], dict[str, SourceTensor
     missing = sorted(set(listed) - set(tensors))
     if missing:
         raise ModelLoadError(
-            f"{folder}: the index names {len(missing)} tensors that no file has, first {missing[0]!r}"
+            f"{folder}: the index names {len(missing)} tensors that no file has, first {missing[0][:200]!r}"
         )
     return shards, tensors
 
@@ -64,10 +69,10 @@ def _find_shards(path: Path) -> tuple[tuple[Path, ...], dict[str, str]]:
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelLoadError(f"{index}: has no weight_map")
+    for name in weight_map.values():
+        if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
+            raise ModelLoadError(f"{index}: {str(name)[:80]!r} is not the name of a file beside it")
     names = sorted(set(weight_map.values()))
-    for name in names:
-        if not isinstance(name, str) or Path(name).name != name:
-            raise ModelLoadError(f"{index}: {name!r} is not the name of a file beside it")
     missing = [name for name in names if not (path / name).is_file()]
     if missing:
         raise ModelLoadError(
@@ -103,26 +108,65 @@ def read_header(path: Path) -> list[SourceTensor]:
             )
         raw = file.read(length)
     try:
-        header = json.loads(raw)
+        header = json.loads(raw, object_pairs_hook=_no_twins, parse_constant=_no_constant)
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
         tensors = [_header_entry(name, entry, path, 8 + length) for name, entry in entries.items()]
-        end = max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ModelLoadError(f"{path}: the safetensors header is damaged: {error}") from error
-    if 8 + length + end > size:
-        raise ModelLoadError(
-            f"{path}: truncated: the data ends at byte {8 + length + end}, the file has {size}"
-        )
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ModelLoadError(f"{path}: the safetensors header is damaged: {reason}") from error
+    _check_spans(tensors, path, 8 + length, size)
     return tensors
 
 
+def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice!r} occurs twice")
+    return found
+
+
+def _no_constant(text: str) -> Any:
+    raise ValueError(f"{text} is no JSON")
+
+
+def _check_spans(tensors: list[SourceTensor], path: Path, data_start: int, size: int) -> None:
+    """The format allows neither overlaps nor holes: each byte of the data belongs to one tensor."""
+    at = data_start
+    for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.num_bytes)):
+        end = tensor.offset + tensor.num_bytes
+        if end > size:
+            raise ModelLoadError(f"{path}: truncated: the data ends at byte {end}, the file has {size}")
+        if tensor.offset != at:
+            raise ModelLoadError(
+                f"{path}: the safetensors header is damaged: tensor {tensor.name!r} begins at byte "
+                f"{tensor.offset}, the one before it ends at {at}"
+            )
+        at = end
+
+
 def _header_entry(name: str, entry: dict[str, Any], path: Path, data_start: int) -> SourceTensor:
-    shape = tuple(int(size) for size in entry["shape"])
-    begin, end = (int(offset) for offset in entry["data_offsets"])
-    count = 1
-    for size in shape:
-        count *= size
-    bits = _ITEM_BITS.get(entry["dtype"])
-    if begin < 0 or end < begin or (bits is not None and (end - begin) * 8 != count * bits):
-        raise ValueError(f"tensor {name!r} of type {entry['dtype']} and shape {shape} spans {begin} to {end}")
-    return SourceTensor(name, entry["dtype"], shape, end - begin, path, data_start + begin)
+    shape = tuple(_whole(size) for size in _list(entry["shape"]))
+    begin, end = (_whole(offset) for offset in _list(entry["data_offsets"]))
+    dtype = entry["dtype"]
+    if not isinstance(dtype, str):
+        raise TypeError(f"tensor {name!r} has type {dtype!r}")
+    bits = _ITEM_BITS.get(dtype)
+    count = math.prod(shape)
+    if end < begin or (bits is not None and (end - begin) * 8 != count * bits):
+        raise ValueError(f"tensor {name!r} of type {dtype} and shape {shape} spans {begin} to {end}")
+    return SourceTensor(name, dtype, shape, end - begin, path, data_start + begin)
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError(f"expected a list, found {value!r}")
+    return value
+
+
+def _whole(value: Any) -> int:
+    """A size or an offset. Both fit 63 bits in any file that exists."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
+        raise ValueError(f"expected a whole number below 2^63, found {str(value)[:40]}")
+    return value
