@@ -10,9 +10,10 @@ import numpy as np
 from mlxserve.errors import MlxserveError, UsageError
 from mlxserve.text.chat_template import ChatTemplate
 from mlxserve.text.folder_tokenizer import FolderTokenizer
-from mlxserve.tuning.data_files import RawRow, SplitName, find_data
+from mlxserve.tuning.data_files import SplitName, find_data
 from mlxserve.tuning.examples import Example
 from mlxserve.tuning.masking import ExampleMaker, LongRows, Mask, fit
+from mlxserve.tuning.raw_row import RawRow
 from mlxserve.tuning.rows import (
     BadRowError,
     FieldNames,
@@ -171,6 +172,7 @@ class _Loader:
         if request.main == "train" and "valid" not in fitted:
             self._hold_out(fitted)
         examples = {name: self._count(name, found) for name, found in fitted.items()}
+        self._note_overlap(examples)
         if summary.kind == "text" and request.mask != "none":
             summary.notes.append("rows of text have no prompt to mask: they are trained whole")
         if self._maker.num_ended:
@@ -256,6 +258,14 @@ class _Loader:
             if one.whole_length > split.longest:
                 split.longest, split.longest_place = one.whole_length, one.example.place
         return [one.example for one in fitted]
+
+    def _note_overlap(self, examples: dict[SplitName, list[Example]]) -> None:
+        """Rows that are both trained on and measured with make a loss that says too little."""
+        trained = {example.token_ids for example in examples.get("train", ())}
+        for name in ("valid", "test"):
+            count = sum(example.token_ids in trained for example in examples.get(name, ()))
+            if count:
+                self._summary.notes.append(f"{rows_text(count)} of {name} can be found in train, too")
 
     def _bad_rows(self) -> str:
         count, first = self._summary.num_bad, self._summary.bad[0]

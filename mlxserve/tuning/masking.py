@@ -147,12 +147,7 @@ class _Conversation:
         """Up to the last reply's end token: a few templates go on behind it, with the next turn's beginning
         or instructions, whatever they are asked for."""
         turn = len(self._row.messages) - 1
-        message = self._row.messages[turn]
-        content = message.get("content")
-        is_plain = isinstance(content, str) and content.strip() and not message.get("tool_calls")
-        if _role(message) != "assistant" or (
-            is_plain and self._is_only_end(self._final.text.rpartition(str(content).strip())[2])
-        ):
+        if _role(self._row.messages[turn]) != "assistant":
             return ids
         probed = self._with_probe(turn)
         if probed is None:

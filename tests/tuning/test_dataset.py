@@ -192,7 +192,7 @@ def test_an_empty_file_is_an_error(load: Any, tmp_path: Path) -> None:
     assert summary.splits["train"].num_rows == 0
 
 
-def test_nulls_of_a_table_are_no_keys_of_a_message(load: Any, tmp_path: Path) -> None:
+def test_nulls_of_a_table_are_no_keys_of_a_message(tmp_path: Path) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     turns = [
         {"role": "user", "content": "Q", "tool_calls": None},
@@ -201,9 +201,13 @@ def test_nulls_of_a_table_are_no_keys_of_a_message(load: Any, tmp_path: Path) ->
         {"role": "assistant", "content": "A", "tool_calls": None},
     ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"messages": turns}]), tmp_path / "train.parquet")
-    found = load(tmp_path / "train.parquet")
+    shows_calls = DROPS_OLD_THOUGHTS.replace(
+        "<|end|>", "{{ '(calls f)' if m.tool_calls is defined }}<|end|>", 1
+    )
+    tools = text_tools(tmp_path / "model", shows_calls)
+    found = load_dataset(DataRequest(str(tmp_path / "train.parquet")), *tools)
     assert found.train[0].place == "train.parquet:1"
-    assert found.train[0].num_trained == 2
+    assert tools[0].decode(found.train[0].token_ids) == "Q(calls f)<|tool|>RA"
 
 
 @pytest.mark.parametrize(
@@ -239,3 +243,9 @@ def test_files_of_one_name_are_told_apart(load: Any, tmp_path: Path) -> None:
         write(tmp_path / "data" / name / "0.jsonl", [{"text": "abc"}])
     found = load(tmp_path / "data")
     assert (found.train[0].place, found.valid[0].place) == ("train/0.jsonl:1", "val/0.jsonl:1")
+
+
+def test_rows_of_valid_that_are_trained_on_are_counted(load: Any, tmp_path: Path) -> None:
+    write(tmp_path / "data" / "train.jsonl", [{"text": "abc"}, {"text": "def"}])
+    write(tmp_path / "data" / "valid.jsonl", [{"text": "abc"}, {"text": "new"}])
+    assert "1 row of valid can be found in train, too" in load(tmp_path / "data").summary.notes

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mlxserve.text.chat_template import BUILTIN_TEMPLATES
 from mlxserve.tuning.batches import make_batch
@@ -326,6 +328,34 @@ def test_rows_of_each_kind_are_told_apart() -> None:
     pair = {"prompt": "a", "completion": "b"}
     assert make_reader(pair, fields).read(pair) == CompletionRow("a", "b")
     assert make_reader({"text": "t"}, fields).read({"text": "t"}) == TextRow("t")
+
+
+CONTENTS = st.text(st.sampled_from("ab \n?<|>"), max_size=6) | st.sampled_from(
+    ["<|end|>", "x<|assistant|>y", "</think>", "<think>a</think>b", "<|end|><|assistant|>"]
+)
+
+
+@pytest.fixture(scope="module", params=[ADDS_THOUGHT, DROPS_OLD_THOUGHTS, MARKS_THE_LAST_TURN, ALWAYS_ASKS])
+def maker(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, ExampleMaker]:
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer, template = text_tools(folder, request.param)
+    return folder, ExampleMaker(tokenizer, template, "last")
+
+
+@settings(max_examples=50, deadline=None)
+@given(contents=st.lists(CONTENTS, min_size=1, max_size=6), has_system=st.booleans())
+def test_any_reply_is_trained_whole_and_alone(
+    maker: tuple[Path, ExampleMaker], contents: list[str], has_system: bool
+) -> None:
+    folder, example_maker = maker
+    messages = turns(*contents, *([] if len(contents) % 2 == 0 else ["reply"]))["messages"]
+    if has_system:
+        messages.insert(0, {"role": "system", "content": "rules"})
+    example = example_maker.make(ChatRow(messages), "x:1")
+    assert offset(example) > 0
+    assert "".join(trained(folder, example)).removeprefix("(now) ") == f"{messages[-1]['content']}<|end|>"
 
 
 CONTROL_TEXT = re.compile(
