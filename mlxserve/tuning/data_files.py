@@ -40,8 +40,9 @@ class DataFiles:
             yield from read_rows(path, str(path.relative_to(self.folder)))
 
 
-def find_data(data: str, main: SplitName = "train") -> DataFiles:
-    """The files of train, valid and test, where there are any; always some of ``main``.
+def find_data(data: str, main: SplitName | None = "train") -> DataFiles:
+    """The files of train, valid and test, where there are any; always some of ``main``, or with None of any
+    of them, ``main`` being test where it stands for a name.
 
     ``data`` is a file (all of it is ``main``), a folder, or a hub data set ``owner/name``, or a folder in
     one, ``owner/name/folder`` (downloaded first). In a folder a file belongs to the split that its own name,
@@ -52,7 +53,7 @@ def find_data(data: str, main: SplitName = "train") -> DataFiles:
     if path.is_file():
         if data_format(path) is None:
             raise UsageError(f"{path}: not a data file; these are {_known_formats()}")
-        return DataFiles(path.parent, {main: [path]})
+        return DataFiles(path.parent, {main or "test": [path]})
     if path.is_dir():
         return _find_in(path, main)
     if not data.startswith(_PATH_STARTS) and data_format(path) is None and is_dataset_name(data):
@@ -64,7 +65,7 @@ def _known_formats() -> str:
     return f"{', '.join(FORMATS)}, also with {' or '.join(PACKINGS)}"
 
 
-def _find_in(folder: Path, main: SplitName) -> DataFiles:
+def _find_in(folder: Path, main: SplitName | None) -> DataFiles:
     files = [
         path
         for path in sorted(folder.rglob("*"))
@@ -76,11 +77,12 @@ def _find_in(folder: Path, main: SplitName) -> DataFiles:
         if split is not None:
             splits.setdefault(split, []).append(path)
     if not splits and len(files) == 1:
-        splits[main] = files
-    if main not in splits:
+        splits[main or "test"] = files
+    if not splits or (main is not None and main not in splits):
         found = ", ".join(str(path.relative_to(folder)) for path in files[:5]) or "no data file"
+        wanted = main or "train, valid or test"
         raise UsageError(
-            f"{folder}: no data file whose name begins with {main} ({_known_formats()}); there is {found}"
+            f"{folder}: no data file whose name begins with {wanted} ({_known_formats()}); there is {found}"
         )
     for split, paths in splits.items():
         _check_alike(folder, split, paths)

@@ -14,7 +14,14 @@ from mlxserve.errors import UsageError
 from mlxserve.text.chat_template import ChatTemplate
 from mlxserve.text.folder_tokenizer import FolderTokenizer
 from mlxserve.tuning import dataset
-from mlxserve.tuning.dataset import DataRequest, Dataset, DataSummary, TrainingDataError, load_dataset
+from mlxserve.tuning.dataset import (
+    DataRequest,
+    Dataset,
+    DataSummary,
+    TrainingDataError,
+    load_dataset,
+    load_measured,
+)
 from mlxserve.tuning.rows import FieldNames
 from tests.tuning.case_28 import DROPS_OLD_THOUGHTS, text_tools
 
@@ -249,3 +256,31 @@ def test_rows_of_valid_that_are_trained_on_are_counted(load: Any, tmp_path: Path
     write(tmp_path / "data" / "train.jsonl", [{"text": "abc"}, {"text": "def"}])
     write(tmp_path / "data" / "valid.jsonl", [{"text": "abc"}, {"text": "new"}])
     assert "1 row of valid can be found in train, too" in load(tmp_path / "data").summary.notes
+
+
+@pytest.mark.parametrize(
+    ("files", "split"),
+    [
+        (["train", "valid", "test"], "test"),
+        (["train", "valid"], "valid"),
+        (["train"], "train"),
+        (["a"], "test"),
+    ],
+)
+def test_rows_to_measure_are_those_of_test_or_what_is_nearest(
+    tmp_path: Path, tools: tuple[FolderTokenizer, ChatTemplate | None], files: list[str], split: str
+) -> None:
+    for name in files:
+        write(tmp_path / "data" / f"{name}.jsonl", [{"text": name}, {"text": f"more {name}"}])
+    found, examples, summary = load_measured(DataRequest(str(tmp_path / "data")), *tools)
+    assert (found, len(examples), list(summary.splits)) == (split, 2, [split])
+    alone = load_measured(DataRequest(str(tmp_path / "data" / f"{files[0]}.jsonl")), *tools)
+    assert (alone[0], len(alone[1])) == ("test", 2)
+
+
+def test_a_folder_with_nothing_to_measure(
+    tmp_path: Path, tools: tuple[FolderTokenizer, ChatTemplate | None]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match=r"begins with train, valid or test .*; there is no data file"):
+        load_measured(DataRequest(str(tmp_path / "empty")), *tools)
