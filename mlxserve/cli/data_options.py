@@ -49,9 +49,10 @@ ToolsField = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="Field with a conversation's tools.", show_default="tools"),
 ]
-MaskPrompt = Annotated[
+MaskOption = Annotated[
     MaskChoice,
     typer.Option(
+        "--mask",
         help="Train the last reply of a conversation, every reply that later turns leave as it was, or "
         "everything (none).",
     ),

@@ -48,7 +48,7 @@ def _print_some(word: str, problems: Sequence[Problem], count: int) -> None:
     for problem in problems[:MAX_SHOWN]:
         typer.echo(f"{word}: {problem}", err=True)
     if count > MAX_SHOWN:
-        typer.echo(f"{word}: … and {count - MAX_SHOWN} more rows", err=True)
+        typer.echo(f"{word}: … and {count - MAX_SHOWN} more rows (--json lists the first 1000)", err=True)
 
 
 def summary_object(summary: DataSummary) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from mlxserve.models.adapter_folder import read_adapter
 from mlxserve.text.chat_template import load_chat_template
 from mlxserve.text.folder_tokenizer import load_tokenizer
 from mlxserve.tuning.attach import attach_adapter
-from mlxserve.tuning.dataset import load_dataset
+from mlxserve.tuning.dataset import load_measured
 from mlxserve.tuning.evaluate import Answer, Perplexity, answer_all, measure_perplexity
 from mlxserve.tuning.examples import Example
 from mlxserve.tuning.session import data_request
@@ -65,8 +65,7 @@ def evaluate_rows(
         raise UsageError(f"{name}: a scripted model has no perplexity")
     tokenizer = load_tokenizer(prepared.path)
     template = load_chat_template(prepared.path, tokenizer)
-    dataset = load_dataset(data_request(settings, valid_share=0.0), tokenizer, template)
-    split, examples = _rows(dataset.test, dataset.valid, dataset.train)
+    split, examples, _ = load_measured(data_request(settings), tokenizer, template)
     examples = examples[:limit]
     with console.status(f"Measuring {len(examples)} rows"):
         perplexity = _perplexity(prepared.path, adapter, examples, settings.max_length)
@@ -75,13 +74,6 @@ def evaluate_rows(
         with console.status(f"Answering {len(examples)} rows"):
             answers = asyncio.run(_answers(prepared.path, prepared.id, adapter, examples))
     return RowEvaluation(split, len(examples), perplexity, answers)
-
-
-def _rows(test: list[Example], valid: list[Example], train: list[Example]) -> tuple[str, list[Example]]:
-    for name, examples in (("test", test), ("valid", valid), ("train", train)):
-        if examples:
-            return name, examples
-    raise UsageError("there are no rows to measure on")
 
 
 def _perplexity(folder: Path, adapter: Path | None, examples: list[Example], max_length: int) -> Perplexity:

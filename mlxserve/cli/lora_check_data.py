@@ -13,7 +13,7 @@ from mlxserve.cli.data_options import (
     LongRowsChoice,
     LongRowsOption,
     MaskChoice,
-    MaskPrompt,
+    MaskOption,
     MaxLength,
     MessagesField,
     PromptField,
@@ -22,6 +22,7 @@ from mlxserve.cli.data_options import (
     ToolsField,
     ValidShare,
 )
+from mlxserve.config import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,14 +33,17 @@ if TYPE_CHECKING:
 
 
 def check_data_command(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="The model whose tokens are counted.")],
+    *,
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="The model that is to be trained.")
+    ] = DEFAULT_MODEL,
     data: Data,
     messages_field: MessagesField = None,
     prompt_field: PromptField = None,
     completion_field: CompletionField = None,
     text_field: TextField = None,
     tools_field: ToolsField = None,
-    mask_prompt: MaskPrompt = MaskChoice.last,
+    mask: MaskOption = MaskChoice.last,
     max_length: MaxLength = 2048,
     long_rows: LongRowsOption = LongRowsChoice.cut,
     valid_share: ValidShare = 0.05,
@@ -70,7 +74,7 @@ def check_data_command(
     request = DataRequest(
         data,
         FieldNames(messages_field, prompt_field, completion_field, text_field, tools_field),
-        mask_prompt.value,
+        mask.value,
         max_length,
         long_rows.value,
         valid_share,
@@ -128,7 +132,7 @@ def _print_json(
     ]
     value = {
         "data": request.data,
-        "mask_prompt": request.mask,
+        "mask": request.mask,
         "max_length": request.max_length,
         "long_rows": request.long_rows,
         **summary_object(summary),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from mlxserve.errors import InvalidRequestError
@@ -66,11 +67,12 @@ class Marks:
     @classmethod
     def for_input(cls, controls: ControlPattern, value: object) -> Marks:
         texts = [text.lower() for text in _strings(value)]
-        free = [
+        unused = (
             chr(code)
             for code in _PRIVATE_USE
             if not any(chr(code) in text or f"\\u{code:04x}" in text for text in texts)
-        ]
+        )
+        free = list(islice(unused, 2))
         if len(free) < 2:
             raise InvalidRequestError("the messages use every private-use character", param="messages")
         return cls(controls, free[0], free[1])

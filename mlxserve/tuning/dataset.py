@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from mlxserve.errors import MlxserveError, UsageError
 from mlxserve.text.chat_template import ChatTemplate
 from mlxserve.text.folder_tokenizer import FolderTokenizer
-from mlxserve.tuning.data_files import RawRow, SplitName, find_data
+from mlxserve.tuning.data_files import DataFiles, SplitName, find_data
 from mlxserve.tuning.examples import Example
 from mlxserve.tuning.masking import ExampleMaker, LongRows, Mask, fit
+from mlxserve.tuning.raw_row import RawRow
 from mlxserve.tuning.rows import (
     BadRowError,
     FieldNames,
@@ -137,15 +138,33 @@ def load_dataset(
     request: DataRequest,
     tokenizer: FolderTokenizer,
     template: ChatTemplate | None,
-    on_rows: Callable[[int], None] = lambda num_rows: None,
+    on_rows: Callable[[int], None] | None = None,
 ) -> Dataset:
     """Reads, checks and encodes everything. ``on_rows`` hears how many rows are done.
 
     Raises TrainingDataError for bad rows (unless they are skipped) and when nothing is left to train on,
     UsageError for a ``data`` that names nothing.
     """
-    loader = _Loader(request, ExampleMaker(tokenizer, template, request.mask), tokenizer.bos_id, on_rows)
-    return loader.load()
+    maker = ExampleMaker(tokenizer, template, request.mask)
+    loader = _Loader(request, maker, tokenizer.bos_id, on_rows or _ignore)
+    return loader.load(find_data(request.data, request.main), can_hold_out=request.main == "train")
+
+
+def load_measured(
+    request: DataRequest, tokenizer: FolderTokenizer, template: ChatTemplate | None
+) -> tuple[SplitName, list[Example], DataSummary]:
+    """The rows to measure a model on, and of which split they are: test, else valid, else train. The others
+    are not read, and a file alone is test. Raises as load_dataset does."""
+    files = find_data(request.data, None)
+    split: SplitName = next(name for name in ("test", "valid", "train") if name in files.splits)
+    measured = replace(request, main=split)
+    loader = _Loader(measured, ExampleMaker(tokenizer, template, request.mask), tokenizer.bos_id, _ignore)
+    found = loader.load(replace(files, splits={split: files.splits[split]}), can_hold_out=False)
+    return split, {"train": found.train, "valid": found.valid, "test": found.test}[split], found.summary
+
+
+def _ignore(num_rows: int) -> None:
+    """Nobody watches."""
 
 
 class _Loader:
@@ -164,13 +183,13 @@ class _Loader:
         self._reader: RowReader | None = None
         self._summary = DataSummary()
 
-    def load(self) -> Dataset:
+    def load(self, files: DataFiles, *, can_hold_out: bool) -> Dataset:
         request, summary = self._request, self._summary
-        files = find_data(request.data, request.main)
         fitted = {name: self._read(name, files.rows(name)) for name in SPLITS if name in files.splits}
-        if request.main == "train" and "valid" not in fitted:
+        if can_hold_out and "valid" not in fitted:
             self._hold_out(fitted)
         examples = {name: self._count(name, found) for name, found in fitted.items()}
+        self._note_overlap(examples)
         if summary.kind == "text" and request.mask != "none":
             summary.notes.append("rows of text have no prompt to mask: they are trained whole")
         if self._maker.num_ended:
@@ -256,6 +275,14 @@ class _Loader:
             if one.whole_length > split.longest:
                 split.longest, split.longest_place = one.whole_length, one.example.place
         return [one.example for one in fitted]
+
+    def _note_overlap(self, examples: dict[SplitName, list[Example]]) -> None:
+        """Rows that are both trained on and measured with make a loss that says too little."""
+        trained = {example.token_ids for example in examples.get("train", ())}
+        for name in ("valid", "test"):
+            count = sum(example.token_ids in trained for example in examples.get(name, ()))
+            if count:
+                self._summary.notes.append(f"{rows_text(count)} of {name} can be found in train, too")
 
     def _bad_rows(self) -> str:
         count, first = self._summary.num_bad, self._summary.bad[0]

@@ -28,7 +28,7 @@ LongRows = Literal["cut", "keep-answer", "skip"]
 """What happens to a row of more than the maximal number of tokens: its end is cut off; or the beginning of
 its prompt, as far as the trained tokens need it, and then the end; or it is left out."""
 
-_PROBE = "\uf0e1reply"
+_PROBE = "\uf0e1reply\uf0e2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,17 +86,25 @@ class ExampleMaker:
             return named[0]
         return min(self._tokenizer.eos_ids, default=None)
 
+    @cached_property
+    def _end_texts(self) -> tuple[str, ...]:
+        """Texts of the end tokens."""
+        texts = sorted(self._tokenizer.control_tokens)
+        ids = {text: self._tokenizer.encode(text, add_special_tokens=False) for text in texts}
+        return tuple(
+            text for text in texts if len(ids[text]) == 1 and ids[text][0] in self._tokenizer.eos_ids
+        )
+
     def _chat(self, row: ChatRow, template: ChatTemplate) -> _Encoded:
         speaker = _role(row.messages[-1])
         if self._mask == "last" and speaker != "assistant":
             raise BadRowError(f"the last message is from {speaker}, not from assistant: no reply to train on")
-        conversation = _Conversation(row, template, self._tokenizer)
+        conversation = _Conversation(row, template, self._tokenizer, self._end_texts)
         ids = conversation.token_ids
         is_trained = [self._mask == "none"] * len(ids)
-        for start, end in (
-            () if self._mask == "none" else conversation.replies(only_last=self._mask == "last")
-        ):
-            is_trained[start:end] = [True] * (end - start)
+        if self._mask != "none":
+            for start, end in conversation.replies(only_last=self._mask == "last"):
+                is_trained[start:end] = [True] * (end - start)
         if speaker != "assistant" or self._end_id is None or self._has_end(ids):
             return _Encoded(ids, is_trained)
         # Of a template that writes no end after a reply; the model would never stop.
@@ -117,12 +125,46 @@ class ExampleMaker:
 class _Conversation:
     """A chat row in its final form, and where its replies lie in it."""
 
-    def __init__(self, row: ChatRow, template: ChatTemplate, tokenizer: FolderTokenizer) -> None:
+    def __init__(
+        self, row: ChatRow, template: ChatTemplate, tokenizer: FolderTokenizer, end_texts: tuple[str, ...]
+    ) -> None:
         self._row = row
         self._template = template
         self._tokenizer = tokenizer
+        self._end_texts = end_texts
         self._final = self._render(row.messages, is_prompt=False)
-        self.token_ids = tokenizer.encode_rendered(self._final)
+        self._check_calls_are_shown()
+        self.token_ids = self._without_tail(tokenizer.encode_rendered(self._final))
+
+    def _check_calls_are_shown(self) -> None:
+        for index, message in enumerate(self._row.messages):
+            for call in message.get("tool_calls") or ():
+                name = call["function"]["name"]
+                if name not in self._final.text:
+                    raise BadRowError(f"the chat template leaves out messages[{index}]'s call of {name}")
+
+    def _without_tail(self, ids: list[int]) -> list[int]:
+        """Up to the last reply's end token: a few templates go on behind it, with the next turn's beginning
+        or instructions, whatever they are asked for."""
+        turn = len(self._row.messages) - 1
+        if _role(self._row.messages[turn]) != "assistant":
+            return ids
+        probed = self._with_probe(turn)
+        if probed is None:
+            return ids
+        length = len(self._final.text) - _common(self._final.text[::-1], probed.text[::-1])
+        if self._is_only_end(self._final.text[length:]):
+            return ids
+        for i in range(self._num_tokens_of(length), len(ids)):
+            if ids[i] in self._tokenizer.eos_ids:
+                return ids[: i + 1]
+        return ids
+
+    def _is_only_end(self, text: str) -> bool:
+        """Whether there are only end tokens and whitespace in a text."""
+        for end in self._end_texts:
+            text = text.replace(end, "")
+        return not text.strip()
 
     def replies(self, *, only_last: bool) -> list[tuple[int, int]]:
         """Spans of tokens, each from a reply's first token to behind its end token and what the template
@@ -160,18 +202,27 @@ class _Conversation:
         """Where the final text changes when the reply is another: for turns that no request could end in a
         reply (the first of all, two replies in a row), and templates that write the prompt otherwise once
         there is a reply. What the template puts before the reply is not trained then."""
+        probed = self._with_probe(turn)
+        if probed is None:
+            raise BadRowError("the chat template does not show where the reply begins")
+        return self._num_tokens_of(_common(self._final.text, probed.text))
+
+    def _with_probe(self, turn: int) -> RenderedPrompt | None:
+        """The conversation with another text as the content of a turn, if the template shows it."""
         messages = list(self._row.messages)
         messages[turn] = {**messages[turn], "content": _PROBE}
         probed = self._render_or_none(messages, is_prompt=False)
-        if probed is None or _PROBE not in probed.text:
-            raise BadRowError("the chat template does not show where the reply begins")
-        length = _common(self._final.text, probed.text)
+        return probed if probed is not None and _PROBE in probed.text else None
+
+    def _num_tokens_of(self, length: int) -> int:
+        """How many tokens of the final text lie in its first ``length`` characters."""
         controls = self._final.controls
         before = RenderedPrompt(
             self._final.text[:length],
             None if controls is None else tuple(span for span in controls if span[1] <= length),
         )
-        return _common(self.token_ids, self._tokenizer.encode_rendered(before))
+        final = self._tokenizer.encode_rendered(self._final)
+        return _common(final, self._tokenizer.encode_rendered(before))
 
     def _render(self, messages: Sequence[dict[str, Any]], *, is_prompt: bool) -> RenderedPrompt:
         return self._template.render(messages, tools=self._row.tools, add_generation_prompt=is_prompt)

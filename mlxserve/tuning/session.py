@@ -20,7 +20,7 @@ from mlxserve.text.chat_template import ChatTemplate, load_chat_template
 from mlxserve.text.folder_tokenizer import FolderTokenizer, load_tokenizer
 from mlxserve.tuning.batches import Batches, evaluation_batches
 from mlxserve.tuning.checkpoints import Checkpoints, Saved
-from mlxserve.tuning.dataset import DataRequest, Dataset, DataSummary, load_dataset
+from mlxserve.tuning.dataset import DataRequest, Dataset, DataSummary, TrainingDataError, load_dataset
 from mlxserve.tuning.lora_layers import add_low_rank, layer_kinds
 from mlxserve.tuning.memory_plan import LayerShape, MemoryPlan, plan_memory
 from mlxserve.tuning.metrics import MetricsFile
@@ -91,7 +91,11 @@ def train(request: TrainRequest, watcher: Watcher, should_stop: Callable[[], boo
     saved = _saved(request, checkpoints)
     tokenizer = load_tokenizer(request.folder)
     template = load_chat_template(request.folder, tokenizer)
-    dataset = load_dataset(data_request(settings), tokenizer, template)
+    try:
+        dataset = load_dataset(data_request(settings), tokenizer, template)
+    except TrainingDataError as error:
+        watcher.on_data(error.summary)
+        raise
     watcher.on_data(dataset.summary)
     batches = Batches(
         dataset.train,

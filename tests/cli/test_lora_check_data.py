@@ -55,7 +55,7 @@ def test_bad_rows_are_listed_and_fail(run: Run, model: str, tmp_path: Path) -> N
     assert lines[0].startswith("bad: rows.jsonl:2: is not valid JSON: ")
     assert lines[19:] == [
         lines[0].replace(":2:", ":21:"),
-        "bad: … and 5 more rows",
+        "bad: … and 5 more rows (--json lists the first 1000)",
         "skipped: rows.jsonl:27: has nothing to train on in its first 8 of 19 tokens",
     ]
     assert run(*command, "--skip-bad") == Result(0, result.out, result.err)
@@ -92,7 +92,7 @@ def test_json(run: Run, model: str, tmp_path: Path) -> None:
         (["--data", "none.jsonl"], 2, "none.jsonl: no such file or folder (a hub data set is owner/name)"),
         ([], 2, "Missing option '--data'."),
         (
-            ["--data", "x.jsonl", "--mask-prompt", "some"],
+            ["--data", "x.jsonl", "--mask", "some"],
             2,
             "'some' is not one of 'last', 'all-assistant', 'none'.",
         ),

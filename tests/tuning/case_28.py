@@ -26,14 +26,16 @@ DROPS_OLD_THOUGHTS = (
 )
 
 
-def write_model(folder: Path, template: str | None, *, eos: str = "<|eos|>") -> Path:
+def write_model(
+    folder: Path, template: str | None, *, eos: str = "<|eos|>", controls: tuple[str, ...] = CONTROLS
+) -> Path:
     """Each control text is one token, every other character is one token."""
     characters = [chr(code) for code in range(32, 127)] + ["\n"]
-    vocabulary = {token: i for i, token in enumerate([*characters, *CONTROLS])}
+    vocabulary = {token: i for i, token in enumerate([*characters, *controls])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=" "))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in CONTROLS])
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in controls])
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}

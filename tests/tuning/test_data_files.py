@@ -17,7 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlxserve.errors import UsageError
-from mlxserve.tuning.data_files import RawRow, find_data, read_rows
+from mlxserve.tuning.data_files import find_data
+from mlxserve.tuning.file_rows import read_rows
+from mlxserve.tuning.raw_row import RawRow
 
 ROWS = [
     {"prompt": "one", "completion": "1"},

@@ -14,7 +14,14 @@ from mlxserve.errors import UsageError
 from mlxserve.text.chat_template import ChatTemplate
 from mlxserve.text.folder_tokenizer import FolderTokenizer
 from mlxserve.tuning import dataset
-from mlxserve.tuning.dataset import DataRequest, Dataset, DataSummary, TrainingDataError, load_dataset
+from mlxserve.tuning.dataset import (
+    DataRequest,
+    Dataset,
+    DataSummary,
+    TrainingDataError,
+    load_dataset,
+    load_measured,
+)
 from mlxserve.tuning.rows import FieldNames
 from tests.tuning.case_28 import DROPS_OLD_THOUGHTS, text_tools
 
@@ -192,7 +199,7 @@ def test_an_empty_file_is_an_error(load: Any, tmp_path: Path) -> None:
     assert summary.splits["train"].num_rows == 0
 
 
-def test_nulls_of_a_table_are_no_keys_of_a_message(load: Any, tmp_path: Path) -> None:
+def test_nulls_of_a_table_are_no_keys_of_a_message(tmp_path: Path) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     turns = [
         {"role": "user", "content": "Q", "tool_calls": None},
@@ -201,9 +208,13 @@ def test_nulls_of_a_table_are_no_keys_of_a_message(load: Any, tmp_path: Path) ->
         {"role": "assistant", "content": "A", "tool_calls": None},
     ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"messages": turns}]), tmp_path / "train.parquet")
-    found = load(tmp_path / "train.parquet")
+    shows_calls = DROPS_OLD_THOUGHTS.replace(
+        "<|end|>", "{{ '(calls f)' if m.tool_calls is defined }}<|end|>", 1
+    )
+    tools = text_tools(tmp_path / "model", shows_calls)
+    found = load_dataset(DataRequest(str(tmp_path / "train.parquet")), *tools)
     assert found.train[0].place == "train.parquet:1"
-    assert found.train[0].num_trained == 2
+    assert tools[0].decode(found.train[0].token_ids) == "Q(calls f)<|tool|>RA"
 
 
 @pytest.mark.parametrize(
@@ -239,3 +250,37 @@ def test_files_of_one_name_are_told_apart(load: Any, tmp_path: Path) -> None:
         write(tmp_path / "data" / name / "0.jsonl", [{"text": "abc"}])
     found = load(tmp_path / "data")
     assert (found.train[0].place, found.valid[0].place) == ("train/0.jsonl:1", "val/0.jsonl:1")
+
+
+def test_rows_of_valid_that_are_trained_on_are_counted(load: Any, tmp_path: Path) -> None:
+    write(tmp_path / "data" / "train.jsonl", [{"text": "abc"}, {"text": "def"}])
+    write(tmp_path / "data" / "valid.jsonl", [{"text": "abc"}, {"text": "new"}])
+    assert "1 row of valid can be found in train, too" in load(tmp_path / "data").summary.notes
+
+
+@pytest.mark.parametrize(
+    ("files", "split"),
+    [
+        (["train", "valid", "test"], "test"),
+        (["train", "valid"], "valid"),
+        (["train"], "train"),
+        (["a"], "test"),
+    ],
+)
+def test_rows_to_measure_are_those_of_test_or_what_is_nearest(
+    tmp_path: Path, tools: tuple[FolderTokenizer, ChatTemplate | None], files: list[str], split: str
+) -> None:
+    for name in files:
+        write(tmp_path / "data" / f"{name}.jsonl", [{"text": name}, {"text": f"more {name}"}])
+    found, examples, summary = load_measured(DataRequest(str(tmp_path / "data")), *tools)
+    assert (found, len(examples), list(summary.splits)) == (split, 2, [split])
+    alone = load_measured(DataRequest(str(tmp_path / "data" / f"{files[0]}.jsonl")), *tools)
+    assert (alone[0], len(alone[1])) == ("test", 2)
+
+
+def test_a_folder_with_nothing_to_measure(
+    tmp_path: Path, tools: tuple[FolderTokenizer, ChatTemplate | None]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match=r"begins with train, valid or test .*; there is no data file"):
+        load_measured(DataRequest(str(tmp_path / "empty")), *tools)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mlxserve.text.chat_template import BUILTIN_TEMPLATES
 from mlxserve.tuning.batches import make_batch
@@ -16,6 +19,7 @@ from mlxserve.tuning.masking import ExampleMaker, Mask, fit
 from mlxserve.tuning.rows import BadRowError, ChatRow, CompletionRow, FieldNames, TextRow, make_reader
 from tests.tuning.case_28 import (
     ADDS_THOUGHT,
+    CONTROLS,
     DROPS_OLD_THOUGHTS,
     names,
     offset,
@@ -24,6 +28,7 @@ from tests.tuning.case_28 import (
     write_model,
 )
 
+TEMPLATES = Path(__file__).parents[2].parent / "shared" / "templates"
 SHOWN = "<think>u</think>d<|end|>"
 
 
@@ -174,6 +179,28 @@ def test_a_template_that_writes_the_prompt_otherwise_once_there_is_a_reply(tmp_p
     assert trained(tmp_path, example) == ["A", "<|end|>"]
 
 
+ALWAYS_ASKS = (
+    "{%- for m in messages -%}<|{{ m.role }}|>{{ m.content }}<|end|>{%- endfor -%}"
+    "<|system|>answer now<|end|><|assistant|>"
+)
+
+
+@pytest.mark.parametrize("reply", ["A", "", " now "])
+def test_what_a_template_writes_behind_every_conversation_is_no_reply(tmp_path: Path, reply: str) -> None:
+    example = example_of(tmp_path, ALWAYS_ASKS, turns("Q", reply))
+    assert "".join(names(tmp_path, example.token_ids)) == f"<|user|>Q<|end|><|assistant|>{reply}<|end|>"
+    assert trained(tmp_path, example) == [*reply, "<|end|>"]
+    unmasked = example_of(tmp_path, ALWAYS_ASKS, turns("Q", reply), "none")
+    assert unmasked.token_ids == example.token_ids
+
+
+def test_calls_that_the_template_leaves_out(tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "clock", "arguments": "{}"}}
+    line = {"messages": [*turns("Q")["messages"], {"role": "assistant", "tool_calls": [call]}]}
+    with pytest.raises(BadRowError, match=r"the chat template leaves out messages\[1\]'s call of clock"):
+        example_of(tmp_path, DROPS_OLD_THOUGHTS, line)
+
+
 @pytest.mark.parametrize("mask", ["last", "all-assistant"])
 def test_replies_that_no_request_could_ask_for(tmp_path: Path, mask: Mask) -> None:
     """A first turn of the assistant, and two of its turns in a row."""
@@ -301,3 +328,58 @@ def test_rows_of_each_kind_are_told_apart() -> None:
     pair = {"prompt": "a", "completion": "b"}
     assert make_reader(pair, fields).read(pair) == CompletionRow("a", "b")
     assert make_reader({"text": "t"}, fields).read({"text": "t"}) == TextRow("t")
+
+
+CONTENTS = st.text(st.sampled_from("ab \n?<|>"), max_size=6) | st.sampled_from(
+    ["<|end|>", "x<|assistant|>y", "</think>", "<think>a</think>b", "<|end|><|assistant|>"]
+)
+
+
+@pytest.fixture(scope="module", params=[ADDS_THOUGHT, DROPS_OLD_THOUGHTS, MARKS_THE_LAST_TURN, ALWAYS_ASKS])
+def maker(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, ExampleMaker]:
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer, template = text_tools(folder, request.param)
+    return folder, ExampleMaker(tokenizer, template, "last")
+
+
+@settings(max_examples=50, deadline=None)
+@given(contents=st.lists(CONTENTS, min_size=1, max_size=6), has_system=st.booleans())
+def test_any_reply_is_trained_whole_and_alone(
+    maker: tuple[Path, ExampleMaker], contents: list[str], has_system: bool
+) -> None:
+    folder, example_maker = maker
+    messages = turns(*contents, *([] if len(contents) % 2 == 0 else ["reply"]))["messages"]
+    if has_system:
+        messages.insert(0, {"role": "system", "content": "rules"})
+    example = example_maker.make(ChatRow(messages), "x:1")
+    assert offset(example) > 0
+    assert "".join(trained(folder, example)).removeprefix("(now) ") == f"{messages[-1]['content']}<|end|>"
+
+
+CONTROL_TEXT = re.compile(
+    r"<[|｜][^<>|｜]*[|｜]>|\[/?[A-Z_]+\]|</?s>|</?(?:start|end)_of_turn>|<(?:turn\||\|turn)>"
+)
+
+
+@pytest.mark.skipif(not TEMPLATES.is_dir(), reason="the shared templates are not beside the checkout")
+@pytest.mark.parametrize("path", sorted(TEMPLATES.glob("*.jinja")), ids=lambda path: path.stem)
+def test_published_templates(tmp_path: Path, path: Path) -> None:
+    """The last reply and nothing of what came before; of earlier replies at most themselves."""
+    source = path.read_text("utf-8")
+    found = CONTROL_TEXT.findall(source)
+    controls = tuple(dict.fromkeys([*CONTROLS, *found]))
+    tokenizer, template = text_tools(tmp_path, source, controls=controls)
+    messages = [
+        {"role": "system", "content": "SYSTEM"},
+        *turns("QUERY1", "REPLY1", "QUERY2", "REPLY2")["messages"],
+    ]
+    masks: tuple[Mask, ...] = ("last", "all-assistant")
+    for mask in masks:
+        example = ExampleMaker(tokenizer, template, mask).make(ChatRow(messages), "x:1")
+        text = "".join(trained(tmp_path, example))
+        assert "REPLY2" in text
+        assert not re.search("SYSTEM|QUERY", text)
+        assert mask == "all-assistant" or "REPLY1" not in text
+        assert len(CONTROL_TEXT.sub("", text.partition("REPLY2")[2]).strip()) < 20
