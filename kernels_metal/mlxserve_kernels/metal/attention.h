@@ -32,6 +32,9 @@ struct Tile {
   static constexpr constant int value_blocks = ValuesOfLane::blocks * ValuesOfLane::subs;
   static constexpr constant int value_groups = Bits == 0 ? 1 : ValuesOfLane::groups;
 
+  // Decode has registers for the sums of all columns; chunks, which read each value for many rows, go by columns.
+  static constexpr constant bool has_runs = ValueRun<KV, Bits, DV, Page>::is_of_use && RowTiles <= 2;
+
   Lane lane;
   uint simdgroup_index;
   Pages<KV, Bits, D, DV, Page, HasTail> pages;
@@ -79,9 +82,24 @@ struct Tile {
     }
   }
 
-  // A lane's 8 scales out of those of 32 keys, one a lane.
-  void spread(float of_key, thread float* out) const thread {
-    UNROLLED for (int e = 0; e < 8; e++) out[e] = simd_shuffle(of_key, ushort(lane.pair * 8 + e));
+  // The scales of a lane's keys of block b out of those of 64 keys, two a lane.
+  void spread(float2 of_keys, int b, thread float* out) const thread {
+    UNROLLED for (int e = 0; e < 8; e++) out[e] = simd_shuffle(of_keys[e % 2], ushort(lane.pair * 8 + b * 4 + e / 2));
+  }
+
+  // Scores of integers from the order in which lanes read keys, 16 each, to that of floats, which all formats add in.
+  void reorder() thread {
+    UNROLLED for (int t = 0; t < RowTiles; t++) {
+      float read[2][8];
+      UNROLLED for (int b = 0; b < 2; b++)
+        UNROLLED for (int e = 0; e < 8; e++) read[b][e] = weights[t][b][e / 2].thread_elements()[e % 2];
+      UNROLLED for (int b = 0; b < 2; b++)
+        UNROLLED for (int e = 0; e < 8; e++) {
+          const ushort from = lane_at(lane.row, 2 * b + lane.pair / 2);
+          const float even = simd_shuffle(read[0][e], from), odd = simd_shuffle(read[1][e], from);
+          weights[t][b][e / 2].thread_elements()[e % 2] = lane.pair % 2 == 0 ? even : odd;
+        }
+    }
   }
 
   // weights = (q * scale) . k of the 64 keys from `first` on.
@@ -90,37 +108,50 @@ struct Tile {
       UNROLLED for (int b = 0; b < 2; b++)
         UNROLLED for (int n = 0; n < 4; n++) weights[t][b][n] = matrix_of(0, 0);
     if (!is_loaded(first, simdgroup_keys)) return;
-    const device KV* from[2];
-    const device float* scales[2];
-    bool has_keys[2], has_scale[2];
-    UNROLLED for (int b = 0; b < 2; b++) {
-      const int key = first + b * 32 + int(lane.pair) * 8, own = first + b * 32 + int(lane.lane);
-      has_keys[b] = is_loaded(key, 8);
+    constexpr int parts = 16 / KeysOfLane::keys;
+    const device KV* from[parts];
+    bool has_keys[parts];
+    UNROLLED for (int b = 0; b < parts; b++) {
+      const int key = key_read(first, b);
+      has_keys[b] = is_loaded(key, KeysOfLane::keys);
       from[b] = has_keys[b] ? pages.keys(key) : pages.k_pool;
-      has_scale[b] = Bits != 0 && is_loaded(own, 1);
-      scales[b] = (const device float*)((has_scale[b] ? pages.keys(own) : pages.k_pool) + D * Bits / 8 * Page) + own % Page;
     }
+    // Two neighbouring keys' scales a lane.
+    const int own = first + int(lane.lane) * 2;
+    const bool has_scales = Bits != 0 && is_loaded(own, 2);
+    const device float* scales =
+        (const device float*)((has_scales ? pages.keys(own) : pages.k_pool) + D * Bits / 8 * Page) + own % Page;
     for (int group = 0; group < (D + 31) / 32; group++) {
-      KeysOfLane keys[2];
+      KeysOfLane keys[parts];
       float scale_of[2][8], bias_of[2][8];
-      UNROLLED for (int b = 0; b < 2; b++) {
+      UNROLLED for (int b = 0; b < parts; b++) {
         keys[b].clear();
-        if (has_keys[b]) keys[b].load(from[b], group, (first + b * 32 + int(lane.pair) * 8) % Page, lane.row);
-        if constexpr (Bits != 0) spread(has_scale[b] ? scales[b][group * Page] : 0.0f, scale_of[b]);
-        if constexpr (Bits == 4) spread(has_scale[b] ? scales[b][(D / 32 + group) * Page] : 0.0f, bias_of[b]);
+        if (has_keys[b]) keys[b].load(from[b], group, key_read(first, b) % Page, lane.row);
+      }
+      if constexpr (Bits != 0) {
+        const float2 scale_pair = has_scales ? *(const device float2*)(scales + group * Page) : float2(0);
+        UNROLLED for (int b = 0; b < 2; b++) spread(scale_pair, b, scale_of[b]);
+      }
+      if constexpr (Bits == 4) {
+        const float2 bias_pair = has_scales ? *(const device float2*)(scales + (D / 32 + group) * Page) : float2(0);
+        UNROLLED for (int b = 0; b < 2; b++) spread(bias_pair, b, bias_of[b]);
       }
       UNROLLED for (int step = 0; step < 4; step++) {
         const int d = group * 32 + step * 8;
         if (d < D) score_step(keys, scale_of, bias_of, step, d);
       }
     }
+    if constexpr (Bits != 0) reorder();
   }
+
+  // The first of the keys that a lane reads for block b, or for both.
+  int key_read(int first, int b) const thread { return first + b * 32 + int(lane.pair) * KeysOfLane::keys; }
 
   void score_step(
       const thread KeysOfLane* keys, const thread float (*scale_of)[8], const thread float (*bias_of)[8], int step,
       int d) thread {
     float k[2][8];
-    UNROLLED for (int b = 0; b < 2; b++) keys[b].widen(step, scale_of[b], bias_of[b], k[b]);
+    UNROLLED for (int b = 0; b < 2; b++) keys[Bits == 0 ? b : 0].widen(step, b, scale_of[b], bias_of[b], k[b]);
     UNROLLED for (int t = 0; t < RowTiles; t++) {
       if (!has_rows(t)) continue;
       const threadgroup T* at = queries + (t * 8 + int(lane.row)) * Memory::stride + d + int(lane.pair) * 2;
@@ -204,7 +235,19 @@ struct Tile {
     UNROLLED for (int b = 0; b < 2; b++) {
       const int key = first + key_of(b, 0) / 8 * 8;
       from[b] = is_loaded(key, 8) ? pages.values(key) : pages.v_pool;
-      if constexpr (Bits != 0) load_scales(first + b * 32 + int(lane.lane), scales[b], biases[b]);
+      if constexpr (Bits != 0) load_scales(first + b * 32, scales[b], biases[b]);
+    }
+    if constexpr (has_runs) {
+      simdgroup_float8x8 sum[value_blocks][RowTiles][4];
+      UNROLLED for (int block = 0; block < value_blocks; block++) clear(sum[block]);
+      if (is_active) weigh_runs(sum, from, scales, biases, first, is_mixed);
+      UNROLLED for (int block = 0; block < value_blocks; block++) {
+        store_partial(sum[block]);
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        taker.take(*this, index, block / ValuesOfLane::subs, block % ValuesOfLane::subs);
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+      }
+      return;
     }
     UNROLLED for (int block = 0; block < ValuesOfLane::blocks; block++) {
       ValuesOfLane raw[2][4];
@@ -223,8 +266,33 @@ struct Tile {
     }
   }
 
-  // Scales and biases of one key's values.
-  void load_scales(int key, thread float* scales, thread float* biases) const thread {
+  // Scales and biases of the values of key first + lane. More than four come through threadgroup memory, so that they are
+  // read as they lie; `partial` is free for that until the first sums.
+  void load_scales(int first, thread float* scales, thread float* biases) const thread {
+    if constexpr (value_groups > 4 && value_groups <= rows) {
+      pass_scales(first, 0, scales);
+      UNROLLED for (int g = 0; g < value_groups; g++) biases[g] = 0;
+      if constexpr (Bits == 4) pass_scales(first, Page * value_groups, biases);
+    } else {
+      load_own_scales(first + int(lane.lane), scales, biases);
+    }
+  }
+
+  void pass_scales(int first, int skipped, thread float* of_key) const thread {
+    threadgroup float* all = partial + int(simdgroup_index) * rows * 32;
+    UNROLLED for (int n = 0; n < value_groups; n++) {
+      const int at = n * 32 + int(lane.lane), key = first + at / value_groups;
+      const bool is_read = is_loaded(key, 1);
+      const device KV* page = is_read ? pages.values(key) : pages.v_pool;
+      const device float* of_page = (const device float*)(page + DV * Bits / 8 * Page) + skipped;
+      all[at] = is_read ? of_page[key % Page * value_groups + at % value_groups] : 0.0f;
+    }
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+    UNROLLED for (int g = 0; g < value_groups; g++) of_key[g] = all[int(lane.lane) * value_groups + g];
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+  }
+
+  void load_own_scales(int key, thread float* scales, thread float* biases) const thread {
     const bool is_read = is_loaded(key, 1);
     const device KV* page = is_read ? pages.values(key) : pages.v_pool;
     const device float* of_scales = (const device float*)(page + DV * Bits / 8 * Page) + key % Page * value_groups;
@@ -250,24 +318,59 @@ struct Tile {
       const thread ValuesOfLane (*raw)[4], const thread float (*scales)[value_groups],
       const thread float (*biases)[value_groups], int block, int sub, int first, bool is_active, bool is_mixed) thread {
     simdgroup_float8x8 sum[RowTiles][4];
-    UNROLLED for (int t = 0; t < RowTiles; t++)
-      UNROLLED for (int m = 0; m < 4; m++) sum[t][m] = matrix_of(0, 0);
+    clear(sum);
     if (is_active) {
       UNROLLED for (int b = 0; b < 2; b++)
-        UNROLLED for (int n = 0; n < 4; n++) {
-          float v[8], scale_of = 0, bias_of = 0;
-          if constexpr (Bits != 0) scale_of = of_group(scales[b], block, key_of(0, n));
-          if constexpr (Bits == 4) bias_of = of_group(biases[b], block, key_of(0, n));
-          raw[b][n].widen(sub, lane.pair, scale_of, bias_of, v);
-          // A weight of 0 times an infinity is NaN, which a row must not get from a key that it does not see.
-          if (is_mixed) add_infinities(sum, v, b, n, first);
-          UNROLLED for (int m = 0; m < 4; m++) {
-            const simdgroup_float8x8 columns = matrix_of(v[2 * m], v[2 * m + 1]);
-            UNROLLED for (int t = 0; t < RowTiles; t++)
-              if (has_rows(t)) simdgroup_multiply_accumulate(sum[t][m], weights[t][b][n], columns, sum[t][m]);
-          }
-        }
+        UNROLLED for (int n = 0; n < 4; n++)
+          add_values(sum, raw[b][n], scales[b], biases[b], block, sub, b, n, first, is_mixed);
     }
+    store_partial(sum);
+  }
+
+  // The same of all columns at once: sum[block * subs + sub].
+  void weigh_runs(
+      thread simdgroup_float8x8 (*sum)[RowTiles][4], const device KV* const thread* from,
+      const thread float (*scales)[value_groups], const thread float (*biases)[value_groups], int first,
+      bool is_mixed) thread {
+    UNROLLED for (int b = 0; b < 2; b++)
+      UNROLLED for (int half_of = 0; half_of < 2; half_of++) {
+        ValueRun<KV, Bits, DV, Page> run;
+        const int key = first + key_of(b, 2 * half_of) / 4 * 4;
+        run.load(from[b], key % Page, begin() - key, end() - key, lane);
+        UNROLLED for (int two = 0; two < 2; two++)
+          UNROLLED for (int block = 0; block < ValuesOfLane::blocks; block++) {
+            const ValuesOfLane raw = run.values(two, block, lane);
+            UNROLLED for (int sub = 0; sub < ValuesOfLane::subs; sub++)
+              add_values(
+                  sum[block * ValuesOfLane::subs + sub], raw, scales[b], biases[b], block, sub, b, 2 * half_of + two, first,
+                  is_mixed);
+          }
+      }
+  }
+
+  static void clear(thread simdgroup_float8x8 (*sum)[4]) {
+    UNROLLED for (int t = 0; t < RowTiles; t++)
+      UNROLLED for (int m = 0; m < 4; m++) sum[t][m] = matrix_of(0, 0);
+  }
+
+  // sum += the n-th weights of block b * the values of their keys, for 32 columns.
+  void add_values(
+      thread simdgroup_float8x8 (*sum)[4], ValuesOfLane raw, const thread float* scales, const thread float* biases,
+      int block, int sub, int b, int n, int first, bool is_mixed) thread {
+    float v[8], scale_of = 0, bias_of = 0;
+    if constexpr (Bits != 0) scale_of = of_group(scales, block, key_of(0, n));
+    if constexpr (Bits == 4) bias_of = of_group(biases, block, key_of(0, n));
+    raw.widen(sub, lane.pair, scale_of, bias_of, v);
+    // A weight of 0 times an infinity is NaN, which a row must not get from a key that it does not see.
+    if (is_mixed) add_infinities(sum, v, b, n, first);
+    UNROLLED for (int m = 0; m < 4; m++) {
+      const simdgroup_float8x8 columns = matrix_of(v[2 * m], v[2 * m + 1]);
+      UNROLLED for (int t = 0; t < RowTiles; t++)
+        if (has_rows(t)) simdgroup_multiply_accumulate(sum[t][m], weights[t][b][n], columns, sum[t][m]);
+    }
+  }
+
+  void store_partial(const thread simdgroup_float8x8 (*sum)[4]) thread {
     UNROLLED for (int t = 0; t < RowTiles; t++) {
       threadgroup float* to = partial + (int(simdgroup_index) * rows + t * 8 + int(lane.row)) * 32 + int(lane.pair) * 8;
       UNROLLED for (int m = 0; m < 4; m++)

@@ -66,12 +66,15 @@ void load_words(const device void* from, thread uint* words) {
   }
 }
 
-// 32 values of each of a lane's 8 neighbouring keys: its rows of the d-th group of the transposed keys of a page.
+// 32 values of each of a lane's neighbouring keys: its rows of the d-th group of the transposed keys of a page. A lane has
+// 8 keys of floats; of integers 16, so that it reads 16 bytes as well and a row of 64 slots is one line: the first 8 are
+// those of its first block, the others those of its second one.
 template <typename KV, int Bits, int D, int Page>
 struct Keys {
   static constexpr constant int steps = 4;
   static constexpr constant int loads = Bits == 4 ? 2 : 4;
-  static constexpr constant int words = Bits == 0 ? 2 * int(sizeof(KV)) : 2;
+  static constexpr constant int keys = Bits == 0 ? 8 : 16;
+  static constexpr constant int words = Bits == 0 ? 2 * int(sizeof(KV)) : 4;
   static constexpr constant int pool_rows = Bits == 4 ? D / 2 : D;
 
   uint raw[loads][words];
@@ -81,7 +84,7 @@ struct Keys {
       UNROLLED for (int k = 0; k < words; k++) raw[n][k] = 0;
   }
 
-  // page: this head's part of a page; slot: of the first key, a multiple of 8.
+  // page: this head's part of a page; slot: of the first key, a multiple of `keys`.
   void load(const device KV* page, int group, int slot, uint row) thread {
     UNROLLED for (int n = 0; n < loads; n++) {
       const int at = (group * loads + n) * 8 + int(row);
@@ -93,16 +96,17 @@ struct Keys {
     }
   }
 
-  // Value d = 32 * group + 8 * step + row of the 8 keys.
-  void widen(int step, const thread float* scales, const thread float* biases, thread float* out) const thread {
+  // Value d = 32 * group + 8 * step + row of 8 keys: of integers those of one block.
+  void widen(int step, int block, const thread float* scales, const thread float* biases, thread float* out) const thread {
+    const int first = Bits == 0 ? 0 : 2 * block;
     if constexpr (Bits == 0) {
       widen_floats<KV>(raw[step], out);
     } else if constexpr (Bits == 8) {
-      UNROLLED for (int e = 0; e < 8; e++) out[e] = float(as_type<char4>(raw[step][e / 4])[e % 4]) * scales[e];
+      UNROLLED for (int e = 0; e < 8; e++) out[e] = float(as_type<char4>(raw[step][first + e / 4])[e % 4]) * scales[e];
     } else {
       const int shift = step / 2 * 4;
       UNROLLED for (int e = 0; e < 8; e++) {
-        const uint q = raw[step % 2][e / 4] >> (e % 4 * 8 + shift) & 15;
+        const uint q = raw[step % 2][first + e / 4] >> (e % 4 * 8 + shift) & 15;
         out[e] = float(q) * scales[e] + biases[e];
       }
     }
@@ -187,6 +191,59 @@ struct Values {
         out[e] = float(word >> (e % 4 * 8 + shift) & 15) * scale + bias;
       }
     }
+  }
+};
+
+// Values of 4 neighbouring keys, a run, where rows end inside a line: the run is whole lines, which the 8 lanes of its rows
+// read one after the other, 16 bytes each. A lane's own values come to it by shuffles.
+template <typename KV, int Bits, int DV, int Page>
+struct ValueRun {
+  typedef Values<KV, Bits, DV, Page> ValuesOfLane;
+  static constexpr constant int row_bytes = Bits == 0 ? DV * int(sizeof(KV)) : DV * Bits / 8;
+  static constexpr constant int pieces = row_bytes / 16;
+  static constexpr constant int loads = (4 * pieces + 7) / 8;
+  // Two rows of 32 bytes are a line, which Values reads at once; rows of floats are the host's alone.
+  static constexpr constant bool is_of_use =
+      row_bytes % 16 == 0 && row_bytes % 64 != 0 && row_bytes != 32 && (Bits != 0 || sizeof(KV) == 2);
+
+  uint raw[loads][4];
+
+  static int piece_of(int load, Lane lane) { return load * 8 + int(lane.row % 2 * 4 + lane.pair); }
+
+  // page: this head's part of a page; slot: of the run's first key; keys first : end of the run are read.
+  void load(const device KV* page, int slot, int first, int end, Lane lane) thread {
+    const device uchar* from = (const device uchar*)page + slot * row_bytes;
+    UNROLLED for (int n = 0; n < loads; n++) {
+      const int piece = piece_of(n, lane), key = piece / pieces;
+      UNROLLED for (int k = 0; k < 4; k++) raw[n][k] = 0;
+      if (piece < 4 * pieces && key >= first && key < end) load_words<4>(from + piece * 16, raw[n]);
+    }
+  }
+
+  // A lane's values of block `block` of key 2 * two + row % 2.
+  ValuesOfLane values(int two, int block, Lane lane) const thread {
+    // Of integers two lanes share a piece: of 8 bits each takes half of it.
+    constexpr int shared = Bits == 0 ? 1 : 2;
+    const int in_row = (block * 4 + int(lane.pair)) / shared;
+    const int piece = (two * 2 + int(lane.row % 2)) * pieces + in_row;
+    const int least = (two * 2 * pieces + block * 4 / shared) / 8;
+    const int most = ((two * 2 + 1) * pieces + min(block * 4 / shared + 4 / shared, pieces) - 1) / 8;
+    const ushort from = lane_at(lane.row / 2 * 2 + uint(piece % 8 / 4), uint(piece % 4));
+    uint own[4] = {0, 0, 0, 0};
+    UNROLLED for (int n = 0; n < loads; n++) {
+      if (n < least || n > most) continue;
+      UNROLLED for (int k = 0; k < 4; k++) {
+        const uint word = simd_shuffle(raw[n][k], from);
+        if (piece / 8 == n && in_row < pieces) own[k] = word;
+      }
+    }
+    ValuesOfLane result;
+    if constexpr (Bits == 8) {
+      UNROLLED for (int k = 0; k < 2; k++) result.raw[k] = lane.pair % 2 == 0 ? own[k] : own[k + 2];
+    } else {
+      UNROLLED for (int k = 0; k < 4; k++) result.raw[k] = own[k];
+    }
+    return result;
   }
 };
 
