@@ -24,6 +24,8 @@ class Checkpoint:
     ``keeps_layouts``: without other wishes every tensor stays in the source's own format. ``is_mlx``: the
     source is what a conversion makes. ``float_dtype`` is that of the floats which quantized weights become
     without other wishes (None: what they are read as).
+    ``num_source_bytes`` is the size of the source's tensors, where formats without a layout become floats as
+    long as the result does not grow much beyond it (None: such formats become 8-bit).
     ``identity`` changes when any of the source's files does.
     """
 
@@ -38,6 +40,7 @@ class Checkpoint:
     keeps_layouts: bool = False
     is_mlx: bool = False
     float_dtype: mx.Dtype | None = None
+    num_source_bytes: int | None = None
     warnings: list[str] = field(default_factory=list)
     close: Callable[[], None] = lambda: None
 

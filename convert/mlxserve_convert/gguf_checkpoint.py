@@ -8,21 +8,18 @@ from typing import Any
 from mlxserve.errors import ConversionError
 from mlxserve_convert.checkpoint import Checkpoint, identity_of
 from mlxserve_convert.gguf_blocks import SUPPORTED_TYPES, gguf_weight
-from mlxserve_convert.gguf_file import GGUFFile
-from mlxserve_convert.gguf_models import (
-    ROPE_FACTORS,
-    ConfigReader,
-    architecture_of,
-    target_name,
-)
+from mlxserve_convert.gguf_models import ConfigReader, architecture_of
+from mlxserve_convert.gguf_parts import GGUFParts
+from mlxserve_convert.gguf_rope import ROPE_TENSORS
 from mlxserve_convert.gguf_tokenizer import GGUFTokenizer, read_tokenizer
 from mlxserve_convert.output_folder import write_json
-from mlxserve_convert.weights import Weight, row_numbers, rows
+from mlxserve_convert.weights import Leaf, Mapped, Weight, row_numbers, rows
 
 
 def open_gguf(path: Path) -> Checkpoint:
-    """Raises ConversionError with one line for whatever is damaged, unknown or missing."""
-    file = GGUFFile(path)
+    """``path`` may be any part of a split model. Raises ConversionError with one line for whatever is
+    damaged, unknown or missing."""
+    file = GGUFParts(path)
     try:
         return _opened(file)
     except BaseException:
@@ -30,7 +27,7 @@ def open_gguf(path: Path) -> Checkpoint:
         raise
 
 
-def _opened(file: GGUFFile) -> Checkpoint:
+def _opened(file: GGUFParts) -> Checkpoint:
     architecture = architecture_of(file)
     _check_types(file)
     reader = ConfigReader(file, architecture)
@@ -45,18 +42,20 @@ def _opened(file: GGUFFile) -> Checkpoint:
     weights: dict[str, Weight] = {}
     source_names: dict[str, str] = {}
     for tensor in file.tensors.values():
-        if tensor.name == ROPE_FACTORS:
+        if tensor.name in ROPE_TENSORS:
             continue
-        target = target_name(tensor.name)
+        target = architecture.target_name(tensor.name)
         if target is None:
             raise ConversionError(
                 f"{file.path}: tensor {tensor.name!r} has no place in a {config['model_type']} model"
             )
-        weight = gguf_weight(file, tensor)
+        weight = gguf_weight(file.file_of(tensor.name), tensor)
         if architecture.is_rope_interleaved and ".attn_q." in tensor.name:
             weight = _halves(weight, reader.num_heads)
         if architecture.is_rope_interleaved and ".attn_k." in tensor.name:
             weight = _halves(weight, reader.num_kv_heads)
+        if architecture.has_norm_offset and tensor.name.endswith("_norm.weight"):
+            weight = Mapped(weight, lambda values: values - 1, weight.dtype)
         weights[target] = weight
         source_names[target] = tensor.name
     return Checkpoint(
@@ -65,15 +64,17 @@ def _opened(file: GGUFFile) -> Checkpoint:
         config=config,
         weights=weights,
         write_texts=lambda folder: _write_texts(tokenizer, folder),
-        identity=identity_of([file.path]),
-        are_names_final=True,
+        identity=identity_of(file.paths),
+        are_names_final=not architecture.ties_in_sanitize,
         source_names=source_names,
         keeps_layouts=True,
+        num_source_bytes=sum(tensor.num_bytes for tensor in file.tensors.values()),
+        warnings=reader.warnings,
         close=file.close,
     )
 
 
-def _check_types(file: GGUFFile) -> None:
+def _check_types(file: GGUFParts) -> None:
     refused: dict[str, list[str]] = {}
     for tensor in file.tensors.values():
         if tensor.type_name not in SUPPORTED_TYPES:
@@ -102,8 +103,6 @@ def _halves(weight: Weight, num_heads: int) -> Weight:
 
 
 def _halved_vector(weight: Weight, num_heads: int) -> Weight:
-    from mlxserve_convert.weights import Leaf
-
     values = weight.value().reshape(num_heads, -1, 2).swapaxes(1, 2).reshape(-1)
     return Leaf(values, "+".join(weight.source_types))
 

@@ -24,6 +24,7 @@ MODES: dict[str, tuple[int, int] | None] = {
 """Bits and group size of each mode that has no choice of them."""
 
 CheckMode = Literal["auto", "never", "force"]
+LOST_FORMATS = ("auto", "float", "8bit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,8 @@ class ConvertOptions:
     affine 4-bit. ``dtype`` None: the source's. ``dequantize``: everything becomes floats. ``memory_limit``
     bounds the anonymous memory in bytes (None: a quarter of the machine's). ``check`` "auto" compares the
     result with the source where both fit, "force" keeps the result even if they differ too much.
+    ``lost_formats``: what becomes, in an import, of quantized formats that MLX has no layout for: "float" is
+    exact, "8bit" small, "auto" exact while the result stays under 1.5 times the size of the source.
     Raises UsageError on an impossible value or pair of values.
     """
 
@@ -54,6 +57,7 @@ class ConvertOptions:
     target_bpw: float | None = None
     dtype: str | None = None
     dequantize: bool = False
+    lost_formats: str = "auto"
     force: bool = False
     dry_run: bool = False
     check: CheckMode = "auto"
@@ -71,6 +75,15 @@ class ConvertOptions:
             raise UsageError(f"--group-size {self.group_size} is not possible, only: {_listed(GROUP_SIZES)}")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise UsageError(f"--dtype {self.dtype} is not possible, only: {', '.join(DTYPES)}")
+        if self.lost_formats not in LOST_FORMATS:
+            raise UsageError(
+                f"--lost-formats {self.lost_formats} is not possible, only: {', '.join(LOST_FORMATS)}"
+            )
+        if self.lost_formats != "auto" and (self.dequantize or self.wants_quantization):
+            raise UsageError(
+                "--lost-formats is for imports in the source's own formats: --bits, --group-size, --mode, "
+                "--recipe and --dequantize do not go with it"
+            )
         if self.dequantize and self.wants_quantization:
             raise UsageError(
                 "--dequantize makes floats: --bits, --group-size, --mode and --recipe do not go with it"

@@ -111,18 +111,27 @@ def make_plan(checkpoint: Checkpoint, options: ConvertOptions) -> Plan:
         )
     modules = _modules(model)
     recipe = recipe_of(options, modules)
-    targets = tuple(
-        _target(
-            name,
-            weights[name],
-            modules,
-            recipe,
-            options,
-            keeps=keeps,
-            dtype=_float_dtype(weights[name], options, checkpoint.float_dtype),
+
+    def targets_with(*, floats: bool) -> tuple[Target, ...]:
+        return tuple(
+            _target(
+                name,
+                weights[name],
+                modules,
+                recipe,
+                options,
+                keeps=keeps,
+                floats=floats,
+                dtype=_float_dtype(weights[name], options, checkpoint.float_dtype),
+            )
+            for name in sorted(weights)
         )
-        for name in sorted(weights)
-    )
+
+    targets = targets_with(floats=options.lost_formats != "8bit")
+    if keeps and options.lost_formats == "auto" and not _stays_small(checkpoint, targets, options):
+        targets = targets_with(floats=False)
+    if keeps:
+        warnings += _growth(checkpoint, targets)
     for key in ("torch_dtype", "dtype"):
         if key in config and options.dtype is not None:
             config[key] = options.dtype
@@ -141,6 +150,7 @@ def _target(
     options: ConvertOptions,
     *,
     keeps: bool,
+    floats: bool,
     dtype: mx.Dtype,
 ) -> Target:
     module = modules.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
@@ -148,7 +158,7 @@ def _target(
         return Target(name, weight, None, dtype, is_kept=False, is_matrix=module is not None)
     if keeps:
         layout = weight.layout
-        if layout is None and weight.is_quantized:
+        if layout is None and weight.is_quantized and not floats:
             # Scales of 16 bits would cost more than the 8 bits do.
             dtype = mx.float32 if options.dtype is None else dtype
             layout = layout_config(inexact_choice(weight), weight.num_columns, dtype)
@@ -156,6 +166,29 @@ def _target(
     choice = recipe(module)
     layout = None if choice is None else layout_config(choice, weight.num_columns, dtype)
     return Target(name, weight, layout, dtype, is_kept=False, is_matrix=True)
+
+
+_ALLOWED_GROWTH = 1.5
+"""How much larger than its source a result may become for the sake of exactness. A small model whose
+embedding dominates stays below; one whose Q6_K matrices would double it does not."""
+
+
+def _stays_small(checkpoint: Checkpoint, targets: tuple[Target, ...], options: ConvertOptions) -> bool:
+    """Whether formats without a layout may become floats: these are exact and the result grows little."""
+    if checkpoint.num_source_bytes is None or options.dtype not in (None, "float32"):
+        return False
+    return sum(target.num_bytes for target in targets) <= _ALLOWED_GROWTH * checkpoint.num_source_bytes
+
+
+def _growth(checkpoint: Checkpoint, targets: tuple[Target, ...]) -> list[str]:
+    size = checkpoint.num_source_bytes
+    num_bytes = sum(target.num_bytes for target in targets)
+    if size is None or num_bytes <= _ALLOWED_GROWTH * size:
+        return []
+    return [
+        f"the result takes {num_bytes / 1e9:.2f} GB, the source {size / 1e9:.2f} GB: MLX has no layout as "
+        "narrow as some of its formats; --bits makes it smaller"
+    ]
 
 
 def inexact_choice(weight: Weight) -> Choice:

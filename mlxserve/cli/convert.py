@@ -41,6 +41,14 @@ def convert_command(
     dequantize: Annotated[
         bool, typer.Option("--dequantize", help="Make floats of a quantized source.")
     ] = False,
+    lost_formats: Annotated[
+        str,
+        typer.Option(
+            metavar="HOW",
+            help="Formats that MLX lacks, in an import: float (exact), 8bit (small), or auto: float while "
+            "the result stays under 1.5 times the source.",
+        ),
+    ] = "auto",
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be done for each matrix and write nothing.")
     ] = False,
@@ -79,6 +87,7 @@ def convert_command(
         group_size=group_size,
         dtype=dtype,
         dequantize=dequantize,
+        lost_formats=lost_formats,
         force=force,
         dry_run=dry_run,
         mode=mode,

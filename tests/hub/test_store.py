@@ -16,7 +16,7 @@ from rich.console import Console
 from mlxserve import cli
 from mlxserve.cli.model_source import PreparedModel, prepare_model
 from mlxserve.errors import ConversionError, MlxserveError
-from mlxserve.hub.store import StoredModel, find_stored, remove_stored
+from mlxserve.hub.store import StoredModel, find_stored, import_folder, remove_stored
 from tests.convert.checkpoints import LLAMA, random_weights, write_folder, write_gguf
 
 Run = Callable[..., tuple[int, str, str]]
@@ -52,6 +52,17 @@ def gguf(tmp_path: Path) -> Path:
 
 def console() -> Console:
     return Console(stderr=True, quiet=True)
+
+
+def test_parts_of_a_split_model_have_one_import(tmp_path: Path) -> None:
+    parts = [tmp_path / f"big-0000{number}-of-00002.gguf" for number in (1, 2)]
+    for part in parts:
+        part.write_bytes(b"x")
+    first = import_folder(parts[0])
+    assert import_folder(parts[1]) == first
+    assert first.name.startswith("big-")
+    parts[1].write_bytes(b"longer")
+    assert import_folder(parts[0]) != first
 
 
 def test_convert_list_show_rm(run: Run, checkpoint: Path, home: Path) -> None:
