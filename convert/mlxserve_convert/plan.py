@@ -27,7 +27,8 @@ _OLD_ROPE_BUFFER = "rotary_emb.inv_freq"
 @dataclass(frozen=True, slots=True)
 class Target:
     """One parameter of the output. ``layout`` None: floats of ``dtype``. ``is_kept``: the source's own
-    packed numbers are copied. ``is_matrix``: its module could be quantized."""
+    packed numbers are copied. ``is_matrix``: its module could be quantized. ``importance`` [columns] weighs
+    what quantization loses."""
 
     name: str
     weight: Weight
@@ -35,6 +36,7 @@ class Target:
     dtype: mx.Dtype
     is_kept: bool
     is_matrix: bool
+    importance: mx.array | None = None
 
     @property
     def module(self) -> str:

@@ -15,6 +15,7 @@ from mlxserve_convert.options import OnProgress, PlannedTensor, Progress
 from mlxserve_convert.plan import Plan, Target
 from mlxserve_convert.shards import ShardedWriter, Stream
 from mlxserve_convert.weights import Packed
+from mlxserve_kernels import ops
 
 _MAX_BLOCK_ELEMENTS = 1 << 23
 _BYTES_PER_ELEMENT = 48
@@ -154,8 +155,35 @@ def _block(target: Target, start: int, stop: int) -> list[mx.array]:
         biases = None if packed.biases is None else packed.biases.astype(layout.scale_dtype)
         return [mx.contiguous(part) for part in Packed(packed.words, scales, biases).parts()]
     values = weight.read(start, stop).astype(target.dtype)
-    parts = mx.quantize(values, group_size=layout.group_size, bits=layout.bits, mode=layout.mode)
-    return list(parts)
+    mx.eval(values)
+    _check_finite(target, values, start)
+    words, scales, biases = ops.quantize(
+        values,
+        group_size=layout.group_size,
+        bits=layout.bits,
+        mode=layout.mode,
+        effort=ops.SEARCH_EFFORT if layout.mode == "affine" else 0,
+        importance=target.importance,
+    )
+    return list(Packed(words, scales, biases).parts())
+
+
+_EXPONENTS = {
+    "mlx.core.float32": (mx.uint32, 0x7F800000),
+    "mlx.core.float16": (mx.uint16, 0x7C00),
+    "mlx.core.bfloat16": (mx.uint16, 0x7F80),
+}
+"""The bits that are all set in infinity and NaN."""
+
+
+def _check_finite(target: Target, values: mx.array, start: int) -> None:
+    """Quantized, a NaN would be a number like any other, and an infinity would take its group with it."""
+    kind, exponent = _EXPONENTS[str(values.dtype)]
+    raw = np.array(values.view(kind), copy=False) & exponent
+    if not raw.size or raw.max() < exponent:
+        return
+    row = start + int(np.argmax((raw == exponent).any(axis=1)))
+    raise ConversionError(f"{target.name}: row {row} holds NaN or infinite values, which cannot be quantized")
 
 
 def _names(target: Target) -> list[str]:

@@ -34,6 +34,82 @@ def quantized_matmul(
     return y.astype(x.dtype)
 
 
+def quantize(
+    x: mx.array,
+    *,
+    group_size: int,
+    bits: int,
+    mode: str = "affine",
+    effort: int = 0,
+    importance: mx.array | None = None,
+) -> tuple[mx.array, mx.array, mx.array | None]:
+    words, scales, *biases = mx.quantize(x, group_size=group_size, bits=bits, mode=mode)
+    if not effort:
+        return words, scales, biases[0] if biases else None
+    groups = x.astype(mx.float32).reshape(*x.shape[:-1], -1, group_size)
+    weights = mx.ones(x.shape[-1]) if importance is None else importance
+    start = (scales.astype(mx.float32)[..., None], biases[0].astype(mx.float32)[..., None])
+    codes, scale, bias = _searched(groups, weights.reshape(-1, group_size), bits, start, effort, x.dtype)
+    return _packed_codes(codes.reshape(x.shape), bits), scale.astype(x.dtype), bias.astype(x.dtype)
+
+
+def _searched(
+    x: mx.array,
+    weights: mx.array,
+    bits: int,
+    start: tuple[mx.array, mx.array],
+    effort: int,
+    dtype: mx.Dtype,
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Of groups [..., n, group]: codes, and of each group scale and bias [..., n]."""
+    largest = float((1 << bits) - 1)
+    low, high = x.min(-1, keepdims=True), x.max(-1, keepdims=True)
+    centre, half = 0.5 * low + 0.5 * high, 0.5 * high - 0.5 * low
+    y = x - centre
+    total = weights.sum(-1, keepdims=True)
+    best_scale, best_bias, least = *start, mx.full(low.shape, math.inf)
+    for cut in range(effort):
+        scale, bias = start
+        if cut:
+            reach = half * (1 - search_cut(bits, effort) * cut)
+            scale, bias = 2 * reach / largest, centre - reach
+        for _ in range(SEARCH_TURNS):
+            scale, bias = (part.astype(dtype).astype(mx.float32) for part in (scale, bias))
+            codes = _codes(x, scale, bias, largest)
+            error = (weights * mx.square(codes * scale + bias - x)).sum(-1, keepdims=True)
+            is_less = error < least
+            best_scale, best_bias = mx.where(is_less, scale, best_scale), mx.where(is_less, bias, best_bias)
+            least = mx.where(is_less, error, least)
+            wq, wqq = ((weights * part).sum(-1, keepdims=True) for part in (codes, codes * codes))
+            wy, wqy = ((weights * part).sum(-1, keepdims=True) for part in (y, codes * y))
+            spread = total * wqq - wq * wq
+            scale = mx.where(spread > 0, (total * wqy - wq * wy) / spread, scale)
+            bias = (wy - scale * wq) / total + centre
+    codes = _codes(x, best_scale, best_bias, largest)
+    return codes.astype(mx.uint32), best_scale.squeeze(-1), best_bias.squeeze(-1)
+
+
+SEARCH_TURNS = 3
+"""Least squares after least squares: each finds the line for the codes of the one before."""
+
+
+def search_cut(bits: int, effort: int) -> float:
+    """What each further range cuts off: few bits gain from much narrower ranges."""
+    return 1.2 / (effort * math.sqrt((1 << bits) - 1))
+
+
+def _codes(x: mx.array, scale: mx.array, bias: mx.array, largest: float) -> mx.array:
+    steps = mx.where(scale == 0, 0.0, 1.0 / scale)
+    return mx.clip(mx.round((x - bias) * steps), 0.0, largest)
+
+
+def _packed_codes(codes: mx.array, bits: int) -> mx.array:
+    """Codes [..., K] as uint32 [..., K * bits / 32], the first in the lowest bits."""
+    ones = (codes[..., None] >> mx.arange(bits, dtype=mx.uint32)) & 1
+    words = ones.reshape(*codes.shape[:-1], -1, 32) << mx.arange(32, dtype=mx.uint32)
+    return words.sum(-1).astype(mx.uint32)
+
+
 def linear(x: mx.array, w: mx.array) -> mx.array:
     return (x @ w.T).astype(x.dtype)
 

@@ -13,6 +13,7 @@ from gguf import GGMLQuantizationType
 from mlx.utils import tree_flatten
 
 from mlxserve.models.architectures import build_model
+from mlxserve_kernels import ops
 
 Arrays = dict[str, np.ndarray]
 
@@ -192,6 +193,12 @@ def add_byte_level_tokenizer(writer: gguf.GGUFWriter, size: int) -> None:
     writer.add_bos_token_id(tokens.index("<|im_start|>"))
     writer.add_eos_token_id(tokens.index("<|im_end|>"))
     writer.add_chat_template("{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}")
+
+
+def searched(values: mx.array, *, group_size: int, bits: int) -> tuple[mx.array, ...]:
+    """Words, scales and biases as a conversion finds them: what they are worth is tested with the kernels."""
+    parts = ops.quantize(values, group_size=group_size, bits=bits, effort=ops.SEARCH_EFFORT)
+    return tuple(part for part in parts if part is not None)
 
 
 def logits(model: Any, tokens: list[int]) -> np.ndarray:

@@ -21,6 +21,7 @@ from tests.convert.checkpoints import (
     logits,
     random_weights,
     reference_model,
+    searched,
     write_folder,
 )
 
@@ -89,12 +90,12 @@ def test_source_dtype_is_kept(tmp_path: Path, dtype: mx.Dtype, num_shards: int) 
     assert (tmp_path / "out" / "chat_template.jinja").is_file()
 
 
-def test_quantized_values_are_those_of_mlx(tmp_path: Path) -> None:
+def test_quantized_values_are_the_best_that_were_found(tmp_path: Path) -> None:
     weights = random_weights(LLAMA)
     source = write_folder(tmp_path / "source", LLAMA, weights)
     run(source, tmp_path / "out", bits=4, group_size=64)
     arrays = mx.load(str(tmp_path / "out" / "model.safetensors"))
-    expected = mx.quantize(mx.array(weights[HEAD]), group_size=64, bits=4)
+    expected = searched(mx.array(weights[HEAD]), group_size=64, bits=4)
     for kind, values in zip(("weight", "scales", "biases"), expected, strict=True):
         assert mx.array_equal(arrays[f"lm_head.{kind}"], values)
 
@@ -366,7 +367,9 @@ def test_a_converted_folder_is_quantized_again_only_on_demand(tmp_path: Path) ->
     four = mx.load(str(tmp_path / "four" / "model.safetensors"))
     parts = (eight[f"lm_head.{part}"] for part in ("weight", "scales", "biases"))
     floats = mx.dequantize(*parts, group_size=32, bits=8)
-    for part, values in zip(("weight", "scales", "biases"), mx.quantize(floats, group_size=32), strict=True):
+    for part, values in zip(
+        ("weight", "scales", "biases"), searched(floats, group_size=32, bits=4), strict=True
+    ):
         assert mx.array_equal(four[f"lm_head.{part}"], values)
     assert config_of(tmp_path / "four")["quantization"]["lm_head"]["bits"] == 4
     load_model(tmp_path / "four")
@@ -490,3 +493,14 @@ def test_memory_holds_one_tensor_and_not_the_model(tmp_path: Path) -> None:
     largest = 512 * 1024 * 4
     assert total > 30 * largest
     assert mx.get_peak_memory() - before < 8 * largest
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_values_that_cannot_be_quantized_are_named(tmp_path: Path, dtype: str, value: float) -> None:
+    weights = random_weights(LLAMA)
+    weights[HEAD][5, 3] = value
+    source = write_folder(tmp_path / "source", LLAMA, weights)
+    with pytest.raises(ConversionError, match=r"lm_head\.weight: row 5 holds NaN or infinite values"):
+        run(source, tmp_path / "out", bits=4, dtype=dtype)
+    assert not (tmp_path / "out").exists()

@@ -139,6 +139,8 @@ NB_MODULE(_cpu, m) {
   m.def("linear", &mlxserve::linear, "x"_a, "w"_a);
   m.def("embed_rows", &mlxserve::embed_rows, "ids"_a, "w"_a, "scales"_a.none(), "biases"_a.none(), "group_size"_a,
         "bits"_a, "mode"_a);
+  m.def("quantize", &mlxserve::quantize, "x"_a, "group_size"_a, "bits"_a, "mode"_a, "effort"_a,
+        "importance"_a.none());
   m.def("greedy_tokens", &mlxserve::greedy_tokens, "logits"_a);
   m.def("sample_tokens", &mlxserve::sample_tokens, "logits"_a, "temperature"_a, "top_k"_a, "top_p"_a, "min_p"_a,
         "keys"_a);

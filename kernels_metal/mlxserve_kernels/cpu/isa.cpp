@@ -34,6 +34,8 @@ namespace {
 
 }  // namespace
 
+void quantize_groups(const Quantization& job, long begin, long end);
+
 extern const TrainingKernels training_kernels;
 extern const Kernels kernels;
 const Kernels kernels = {
@@ -71,6 +73,7 @@ const Kernels kernels = {
     .activate = activate,
     .add_scaled = add_scaled,
     .rotate = rotate,
+    .quantize = quantize_groups,
     .attention_scratch_floats = attention_scratch_floats,
     .partial_floats = partial_floats,
     .attend_split = attend_split,

@@ -115,6 +115,20 @@ struct AttentionItem {
   long first_position;
 };
 
+// Groups of x [..., K] to quantize; all outputs are indexed by the group. `biases` is null but for affine formats,
+// whose scales and biases have the type of x. With an effort of 0 as mx.quantize does it; else that many ranges are
+// tried for each group, and columns count by `importance` [K] where it is given.
+struct Quantization {
+  const void* x;
+  Format x_format;
+  bool is_affine;
+  int bits;
+  long group, groups_per_row, effort;
+  const float* importance;
+  uint32_t* words;
+  void *scales, *biases;
+};
+
 enum class Activation { silu, gelu_tanh, gelu };
 
 // The best tokens of a row, an equal logit with a lower id being the better: all above `least`, and of those that
@@ -197,6 +211,9 @@ struct Kernels {
   // Rotates the first 2 * half values of each head in place; angles are half cosines, then half sines.
   // Pairs are (i, i + half), or (2 i, 2 i + 1) where is_interleaved; values are scaled by `factor` before.
   void (*rotate)(float* x, long heads, long dim, const float* angles, long half, bool is_interleaved, float factor);
+
+  // Groups begin to end - 1.
+  void (*quantize)(const Quantization&, long begin, long end);
 
   std::size_t (*attention_scratch_floats)(const Attention&, long max_rows);
   std::size_t (*partial_floats)(const Attention&, long rows);

@@ -6,7 +6,7 @@ INLINE vf load_any(const void* p, Format format, long i) {
   return format == Format::float16 ? load_half((const uint16_t*)p + i) : load_bfloat((const uint16_t*)p + i);
 }
 
-static void widen(Format format, const void* from, long n, float* to) {
+[[maybe_unused]] static void widen(Format format, const void* from, long n, float* to) {
   long i = 0;
   for (; i + W <= n; i += W) store(to + i, load_any(from, format, i));
   for (; i < n; ++i) to[i] = load_scalar(from, format, i);
@@ -58,7 +58,7 @@ INLINE void store_half(uint16_t* to, vf v) {
 #endif
 }
 
-static void narrow(Format format, const float* from, long n, void* to) {
+[[maybe_unused]] static void narrow(Format format, const float* from, long n, void* to) {
   long i = 0;
   if (format == Format::float32) {
     for (; i + W <= n; i += W) store((float*)to + i, load(from + i));

@@ -22,6 +22,9 @@ mx::array quantized_matmul(const mx::array& x, const mx::array& w, const mx::arr
 mx::array linear(const mx::array& x, const mx::array& w);
 mx::array embed_rows(const mx::array& ids, const mx::array& w, const std::optional<mx::array>& scales,
                      const std::optional<mx::array>& biases, int group_size, int bits, const std::string& mode);
+// Words, scales and, for affine modes, biases.
+std::vector<mx::array> quantize(const mx::array& x, int group_size, int bits, const std::string& mode, int effort,
+                                const std::optional<mx::array>& importance);
 mx::array greedy_tokens(const mx::array& logits);
 mx::array sample_tokens(const mx::array& logits, const std::vector<double>& temperature, const std::vector<int64_t>& top_k,
                         const std::vector<double>& top_p, const std::vector<double>& min_p,

@@ -31,7 +31,11 @@ Format affine_format(const char* op, int group_size, int bits) {
   return Format::affine4;
 }
 
-Format format_of_mode(const char* op, int group_size, int bits, const std::string& mode) {
+}  // namespace
+
+bool is_affine(Format format) { return !is_float_mode(format); }
+
+Format quantized_format(const char* op, int group_size, int bits, const std::string& mode) {
   if (mode == "affine") return affine_format(op, group_size, bits);
   for (const FloatMode& each : kFloatModes)
     if (mode == each.name) {
@@ -42,6 +46,8 @@ Format format_of_mode(const char* op, int group_size, int bits, const std::strin
   require(false, op, ": mode must be affine, mxfp4, mxfp8 or nvfp4, got ", mode);
   return Format::affine4;
 }
+
+namespace {
 
 long value_bits(Format f) {
   switch (f) {
@@ -76,7 +82,7 @@ std::string text_of(const mx::Shape& shape) {
 Weight quantized_shape(const char* op, const mx::array& w, const mx::array& scales,
                        const std::optional<mx::array>& biases, int group_size, int bits, const std::string& mode) {
   Weight shape{};
-  shape.format = format_of_mode(op, group_size, bits, mode);
+  shape.format = quantized_format(op, group_size, bits, mode);
   require(w.dtype() == mx::uint32 && w.ndim() >= 2, op, ": w must be uint32 [..., N, K * bits / 32]");
   long words = w.shape(-1), k = words * 32 / bits;
   require(k > 0 && k % std::max(group_size, 32) == 0, op, ": K must be a multiple of ", std::max(group_size, 32),

@@ -15,6 +15,10 @@ Weight quantized_shape(const char* op, const mlx::core::array& w, const mlx::cor
                        const std::optional<mlx::core::array>& biases, int group_size, int bits,
                        const std::string& mode);
 
+// The format of these settings; throws where there is none. Whether it is one with biases.
+Format quantized_format(const char* op, int group_size, int bits, const std::string& mode);
+bool is_affine(Format format);
+
 // `count` rows from `begin` on, on the same memory. Experts follow each other: expert e is rows e * n to
 // (e + 1) * n - 1. Of tiled weights both are whole tiles.
 Weight rows_of(Weight w, long begin, long count);

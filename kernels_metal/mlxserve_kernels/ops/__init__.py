@@ -28,6 +28,7 @@ from mlxserve_kernels.ops.page_routes import copy_through, order_behind, write_t
 from mlxserve_kernels.ops.pages import copy_pages, resize_rows, rope_and_write_pages, rotate, write_pages
 from mlxserve_kernels.ops.products import embed_rows, linear, quantized_matmul
 from mlxserve_kernels.ops.projections import gate_up, own_rows, project
+from mlxserve_kernels.ops.quantization import SEARCH_EFFORT, quantize
 from mlxserve_kernels.ops.rows import gelu_mul, rms_norm, silu_mul
 from mlxserve_kernels.ops.sampling import greedy_tokens, sample_tokens
 from mlxserve_kernels.ops.state import implementation, release_thread, supports_steps_in_flight
@@ -41,6 +42,7 @@ from mlxserve_kernels.ops.training import (
 )
 
 __all__ = [
+    "SEARCH_EFFORT",
     "adapted_linear",
     "can_tile",
     "causal_attention",
@@ -63,6 +65,7 @@ __all__ = [
     "pack_tiles",
     "paged_attention",
     "project",
+    "quantize",
     "quantized_matmul",
     "release_thread",
     "resize_rows",
