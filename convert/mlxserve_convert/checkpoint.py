@@ -24,7 +24,8 @@ class Checkpoint:
     ``keeps_layouts``: without other wishes every tensor stays in the source's own format. ``is_mlx``: the
     source is what a conversion makes. ``float_dtype`` is that of the floats which quantized weights become
     without other wishes (None: what they are read as).
-    ``identity`` changes when any of the source's files does.
+    ``identity`` changes when any of the source's files does. ``card`` has what the source says of itself, in
+    the fields of a hub card's front matter (license, base_model, ...).
     """
 
     path: Path
@@ -39,6 +40,7 @@ class Checkpoint:
     is_mlx: bool = False
     float_dtype: mx.Dtype | None = None
     warnings: list[str] = field(default_factory=list)
+    card: Mapping[str, Any] = field(default_factory=dict)
     close: Callable[[], None] = lambda: None
 
     def __enter__(self) -> Checkpoint:

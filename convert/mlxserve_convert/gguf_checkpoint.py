@@ -7,6 +7,7 @@ from typing import Any
 
 from mlxserve.errors import ConversionError
 from mlxserve_convert.checkpoint import Checkpoint, identity_of
+from mlxserve_convert.front_matter import gguf_front_matter
 from mlxserve_convert.gguf_blocks import SUPPORTED_TYPES, gguf_weight
 from mlxserve_convert.gguf_file import GGUFFile
 from mlxserve_convert.gguf_models import (
@@ -70,6 +71,7 @@ def _opened(file: GGUFFile) -> Checkpoint:
         source_names=source_names,
         keeps_layouts=True,
         close=file.close,
+        card=gguf_front_matter(file.metadata),
     )
 
 

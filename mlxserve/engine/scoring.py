@@ -18,6 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlxserve.engine.windows import Window, make_windows
 from mlxserve.errors import ModelLoadError, UnsupportedModelError, UsageError
 from mlxserve.models.loader import (
     LoadedModel,
@@ -27,7 +28,6 @@ from mlxserve.models.loader import (
     read_config,
 )
 from mlxserve.models.paged import ModelPages, PagedMetadata
-from mlxserve.engine.windows import Window, make_windows
 from mlxserve.text.tokenizer import FolderTokenizer, load_tokenizer
 
 _PAGE_SIZE = 32
@@ -179,7 +179,7 @@ def target_log_probabilities(
     """The log-probability of each token that counts, in order."""
     found: list[Floats] = []
     for _, targets, logits in _scored(scorer, windows, on_tokens):
-        own = mx.take_along_axis(logits, mx.array(targets)[:, None], axis=-1)
+        own = mx.take_along_axis(logits, mx.array(list(targets))[:, None], axis=-1)
         found.append(np.array(own - mx.logsumexp(logits, axis=-1, keepdims=True), dtype=np.float64)[:, 0])
     return np.concatenate(found)
 
@@ -251,15 +251,18 @@ class StoredLogits:
             # A token without probability adds nothing: 0 (-inf - x) would be NaN.
             terms = mx.where(mx.isneginf(first), 0.0, mx.exp(first) * (first - second))
             divergences.append(np.array(terms.sum(axis=-1), dtype=np.float64))
-            own.append(np.array(second, dtype=np.float32)[np.arange(len(targets)), list(targets)].astype(float))
-            num_same += int((mx.argmax(first, axis=-1) == mx.argmax(second, axis=-1)).sum().item())
+            own.append(
+                np.array(second, dtype=np.float32)[np.arange(len(targets)), list(targets)].astype(float)
+            )
+            is_same = np.array(mx.argmax(first, axis=-1) == mx.argmax(second, axis=-1))
+            num_same += int(np.count_nonzero(is_same))
         return _divergence(np.concatenate(divergences), num_same, self.targets, np.concatenate(own))
 
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Of a model B from a model A, over ``num_tokens`` positions; nats. ``same_top`` is the share of positions
-    where both have the same likeliest token."""
+    """Of a model B from a model A, over ``num_tokens`` positions; nats. ``same_top`` is the share of
+    positions where both have the same likeliest token."""
 
     num_tokens: int
     mean_kl: float

@@ -56,9 +56,9 @@ def test_wrong_texts_and_sizes_are_one_line(run: Run, tmp_path: Path) -> None:
     assert missing.code == 2
     assert "cannot be read: No such file" in missing.err
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9 au lait")
-    assert "is not UTF-8, byte 3" in run(
-        "eval", "perplexity", model, "--text", str(tmp_path / "latin.txt")
-    ).err
+    assert (
+        "is not UTF-8, byte 3" in run("eval", "perplexity", model, "--text", str(tmp_path / "latin.txt")).err
+    )
     too_long = run("eval", "perplexity", model, "--context", "4096")
     assert (too_long.code, too_long.err.count("\n")) == (2, 1)
     assert "--context 4096 is more than the model supports: 128 tokens" in too_long.err

@@ -113,7 +113,10 @@ def test_a_window_begins_with_the_tokenizers_own_prefix(tmp_path: Path) -> None:
     spec = json.loads((folder / "tokenizer.json").read_text())
     spec["post_processor"] = {
         "type": "TemplateProcessing",
-        "single": [{"SpecialToken": {"id": EOS_TOKEN, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "single": [
+            {"SpecialToken": {"id": EOS_TOKEN, "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+        ],
         "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
         "special_tokens": {EOS_TOKEN: {"id": EOS_TOKEN, "ids": [EOS_ID], "tokens": [EOS_TOKEN]}},
     }
