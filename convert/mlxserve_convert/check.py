@@ -50,27 +50,34 @@ KL_BOUNDS = ((16.0, 0.02), (8.0, 0.05), (6.0, 0.1), (5.0, 0.3), (4.0, 1.0), (3.0
 thirty times that of a model of 135 million weights, the smaller the worse (docs/decisions.md)."""
 _FLOAT_BITS = 16
 _CHANCE = 4
-"""A source whose perplexity is over this part of its vocabulary does not know the text (random weights).
-Its result is held to half of what guessing evenly could cost at most, the logarithm of the vocabulary."""
+"""A source whose perplexity is over this part of its vocabulary does not know the text (random weights, say).
+What it guesses changes with the least rounding, so its result is measured and not judged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """A result against its source. ``bound`` is what ``divergence.mean_kl`` was held against."""
+    """A result against its source. ``bound`` is what ``divergence.mean_kl`` was held against, None where the
+    source does not know the text itself."""
 
     divergence: Divergence
-    bound: float
+    bound: float | None
     context: int
 
     @property
     def is_good(self) -> bool:
-        return self.divergence.mean_kl <= self.bound
+        return self.bound is None or self.divergence.mean_kl <= self.bound
+
+    @property
+    def bound_text(self) -> str:
+        return (
+            "no bound: the source does not know the text" if self.bound is None else f"bound {self.bound:g}"
+        )
 
     def sentence(self) -> str:
         found = self.divergence
         return (
             f"perplexity {found.perplexity_b:.3f}, of the source {found.perplexity_a:.3f}; "
-            f"KL {found.mean_kl:.5f} nats a token (bound {self.bound:g}), the same likeliest token at "
+            f"KL {found.mean_kl:.5f} nats a token ({self.bound_text}), the same likeliest token at "
             f"{found.same_top:.1%} of {found.num_tokens} positions"
         )
 
@@ -130,10 +137,8 @@ def compare_with_source(
         divergence = stored.compare(open_scored(folder).scorer, windows)
     gc.collect()
     mx.clear_cache()
-    bound = kl_bound(tensors)
-    if divergence.perplexity_a * _CHANCE > vocab_size:
-        bound = max(bound, math.log(vocab_size) / 2)
-    return _judged(Proof(divergence, bound, context), mode)
+    is_known = divergence.perplexity_a * _CHANCE <= vocab_size
+    return _judged(Proof(divergence, kl_bound(tensors) if is_known else None, context), mode)
 
 
 def _judged(proof: Proof, mode: CheckMode) -> Comparison:

@@ -120,7 +120,7 @@ def _proof(proof: Proof) -> str:
         [
             ("perplexity of the source", f"{found.perplexity_a:.3f}"),
             ("perplexity of this model", f"{found.perplexity_b:.3f}"),
-            ("mean KL, nats a token", f"{found.mean_kl:.5f} (bound {proof.bound:g})"),
+            ("mean KL, nats a token", f"{found.mean_kl:.5f} ({proof.bound_text})"),
             ("99 % of positions under", f"{found.p99_kl:.4f}"),
             ("largest", f"{found.max_kl:.4f}"),
             ("same likeliest token", f"{found.same_top:.2%}"),
@@ -128,7 +128,7 @@ def _proof(proof: Proof) -> str:
     )
     return (
         f"On {found.num_tokens} tokens of Michael Faraday's *The Chemical History of a Candle* (1861), in "
-        f"windows of {proof.context} tokens, {'within' if proof.is_good else 'beyond'} the bound:\n\n{table}"
+        f"windows of {proof.context} tokens{'' if proof.is_good else ', beyond the bound'}:\n\n{table}"
     )
 
 

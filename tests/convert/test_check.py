@@ -49,13 +49,19 @@ def run(source: Path, output: Path, **options: Any) -> ConvertReport:
     return convert(source, output, ConvertOptions(**options))
 
 
-def test_fewer_bits_are_farther_from_the_source(source: Path, tmp_path: Path) -> None:
+def test_fewer_bits_are_farther_from_the_source(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reports = [run(source, tmp_path / f"out{bits}", bits=bits) for bits in (8, 5, 3)]
     proofs = [report.proof for report in reports]
     assert all(proof is not None and proof.is_good for proof in proofs)
     divergences = [proof.divergence for proof in proofs]
     assert divergences[0].mean_kl < divergences[1].mean_kl < divergences[2].mean_kl
     assert divergences[0].mean_kl > 0
+    assert [proof.bound for proof in proofs] == [None] * 3
+    monkeypatch.setattr(check, "_CHANCE", 0)
+    judged = run(source, tmp_path / "judged", bits=8).proof
+    assert (judged.bound, judged.divergence) == (0.05, divergences[0])
     assert len({round(divergence.perplexity_a, 3) for divergence in divergences}) == 1
     assert f"KL {divergences[0].mean_kl:.5f} nats a token" in reports[0].verified
 
@@ -94,6 +100,8 @@ def test_experts_and_what_the_engine_does_not_serve_are_compared(config: dict, t
 def test_a_bad_result_is_an_error_unless_forced(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Random weights know no text: judge them all the same.
+    monkeypatch.setattr(check, "_CHANCE", 0)
     real = check._source_scorer
 
     def other(plan: Any, path: Path) -> Any:
@@ -183,7 +191,7 @@ def test_the_card_keeps_the_licence_and_tells_what_was_done(source: Path, tmp_pa
         f"{report.bits_per_weight:.3f}",
         "affine 4-bit group 32: 16",
         f"{report.proof.divergence.perplexity_b:.3f}",
-        f"{report.proof.divergence.mean_kl:.5f} (bound",
+        f"{report.proof.divergence.mean_kl:.5f} (no bound",
         "mlxserve serve path/to",
         "mlx_lm.generate --model path/to",
     ):
