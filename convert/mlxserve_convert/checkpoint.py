@@ -26,7 +26,8 @@ class Checkpoint:
     without other wishes (None: what they are read as).
     ``num_source_bytes`` is the size of the source's tensors, where formats without a layout become floats as
     long as the result does not grow much beyond it (None: such formats become 8-bit).
-    ``identity`` changes when any of the source's files does.
+    ``identity`` changes when any of the source's files does. ``card`` has what the source says of itself, in
+    the fields of a hub card's front matter (license, base_model, ...).
     """
 
     path: Path
@@ -42,6 +43,7 @@ class Checkpoint:
     float_dtype: mx.Dtype | None = None
     num_source_bytes: int | None = None
     warnings: list[str] = field(default_factory=list)
+    card: Mapping[str, Any] = field(default_factory=dict)
     close: Callable[[], None] = lambda: None
 
     def __enter__(self) -> Checkpoint:

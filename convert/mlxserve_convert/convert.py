@@ -7,10 +7,12 @@ from dataclasses import fields
 from pathlib import Path
 
 from mlxserve.errors import ConversionError
+from mlxserve_convert.check import Comparison, compare_with_source
 from mlxserve_convert.checkpoint import Checkpoint
 from mlxserve_convert.gguf_checkpoint import open_gguf
 from mlxserve_convert.hf_checkpoint import open_hf
-from mlxserve_convert.options import ConvertOptions, ConvertReport, OnProgress
+from mlxserve_convert.model_card import write_card
+from mlxserve_convert.options import ConvertOptions, ConvertReport, OnProgress, Progress
 from mlxserve_convert.output_folder import OutputFolder, write_json
 from mlxserve_convert.plan import Plan, make_plan
 from mlxserve_convert.streaming import StreamedOutput, memory_limit
@@ -75,11 +77,8 @@ def _write(
     output.write(on_progress)
     write_json(folder.path / "config.json", plan.config)
     checkpoint.write_texts(folder.path)
-    num_bytes = sum(tensor.num_bytes for tensor in output.tensors)
-    verified = "not checked: switched off"
-    if options.check != "never":
-        verified = verify_folder(folder.path, num_bytes)
-    return ConvertReport(
+    verified, comparison = _checked(plan, output, options, folder.path, on_progress)
+    report = ConvertReport(
         source=checkpoint.path,
         output=folder.target,
         source_format=checkpoint.source_format,
@@ -89,7 +88,35 @@ def _write(
         verified=verified,
         is_dry_run=False,
         num_resumed=output.num_resumed,
+        proof=comparison.proof,
     )
+    write_card(folder.path, report, options, checkpoint)
+    return report
+
+
+def _checked(
+    plan: Plan, output: StreamedOutput, options: ConvertOptions, path: Path, on_progress: OnProgress | None
+) -> tuple[str, Comparison]:
+    """What ``ConvertReport.verified`` says, and the figures."""
+    if options.check == "never":
+        return "not checked: switched off", Comparison(None, "")
+    num_bytes = sum(tensor.num_bytes for tensor in output.tensors)
+
+    def show(phase: str) -> None:
+        if on_progress is not None:
+            on_progress(Progress(num_bytes, num_bytes, phase))
+
+    show("loading the result")
+    verified = verify_folder(path, num_bytes)
+    comparison = compare_with_source(
+        plan,
+        output.tensors,
+        path,
+        mode=options.check,
+        memory_limit=options.memory_limit,
+        on_phase=show,
+    )
+    return f"{verified}; {comparison.sentence}", comparison
 
 
 def _report(checkpoint: Checkpoint, output: Path, plan: Plan) -> ConvertReport:

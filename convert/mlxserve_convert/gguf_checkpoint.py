@@ -7,6 +7,7 @@ from typing import Any
 
 from mlxserve.errors import ConversionError
 from mlxserve_convert.checkpoint import Checkpoint, identity_of
+from mlxserve_convert.front_matter import gguf_front_matter
 from mlxserve_convert.gguf_blocks import SUPPORTED_TYPES, gguf_weight
 from mlxserve_convert.gguf_models import ConfigReader, architecture_of
 from mlxserve_convert.gguf_parts import GGUFParts
@@ -71,6 +72,7 @@ def _opened(file: GGUFParts) -> Checkpoint:
         num_source_bytes=sum(tensor.num_bytes for tensor in file.tensors.values()),
         warnings=reader.warnings,
         close=file.close,
+        card=gguf_front_matter(file.metadata),
     )
 
 

@@ -15,6 +15,7 @@ from mlxserve.json_file import read_json_object
 from mlxserve.models.architectures import check_model_type
 from mlxserve.models.safetensors_file import SourceTensor, read_tensors
 from mlxserve_convert.checkpoint import Checkpoint, identity_of
+from mlxserve_convert.front_matter import read_front_matter
 from mlxserve_convert.mapped_file import STORED_DTYPES, MappedFile, StoredWeight
 from mlxserve_convert.methods.method import floats_dtype
 from mlxserve_convert.mlx_checkpoint import join_packed, mlx_quantization
@@ -58,6 +59,7 @@ def open_hf(path: Path) -> Checkpoint:
         is_mlx=settings is not None,
         float_dtype=None if prequantized is None else _float_dtype(config, weights),
         close=lambda: _close(files),
+        card=read_front_matter(path / "README.md"),
     )
 
 

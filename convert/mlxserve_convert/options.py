@@ -6,9 +6,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from mlxserve.errors import UsageError
+
+if TYPE_CHECKING:
+    from mlxserve_convert.check import Proof
 
 BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (32, 64, 128)
@@ -133,7 +136,7 @@ class PlannedTensor:
 class ConvertReport:
     """What was written, or with ``is_dry_run`` what would be. ``num_bytes`` counts tensors alone.
     ``verified`` says how the result was checked, or why it was not. ``num_resumed`` counts the tensors that
-    an interrupted run had written already."""
+    an interrupted run had written already. ``proof`` is None where the result was not compared."""
 
     source: Path
     output: Path
@@ -144,6 +147,7 @@ class ConvertReport:
     verified: str
     is_dry_run: bool
     num_resumed: int = 0
+    proof: Proof | None = None
 
     @property
     def num_bytes(self) -> int:

@@ -111,7 +111,7 @@ def make_plan(checkpoint: Checkpoint, options: ConvertOptions) -> Plan:
             f"{path.name} is quantized already ({', '.join(types)}) and is quantized again, which loses more "
             f"than either{'' if checkpoint.is_mlx else '; without --bits it is imported as it is'}"
         )
-    modules = _modules(model)
+    modules = modules_of(model)
     recipe = recipe_of(options, modules)
 
     def targets_with(*, floats: bool) -> tuple[Target, ...]:
@@ -207,7 +207,7 @@ def _float_dtype(weight: Weight, options: ConvertOptions, of_quantized: mx.Dtype
     return dtype
 
 
-def _modules(model: Any) -> dict[str, Module]:
+def modules_of(model: Any) -> dict[str, Module]:
     """Every module that mlx-lm could quantize, by path."""
     predicate = getattr(model, "quant_predicate", None)
     found: dict[str, Module] = {}

@@ -20,7 +20,21 @@ from mlxserve.cli.process import end_process
 from mlxserve.config import is_debug
 from mlxserve.errors import MlxserveError, UsageError
 
-COMMANDS = ("serve", "chat", "generate", "convert", "lora", "pull", "list", "show", "rm", "bench", "doctor")
+COMMANDS = (
+    "serve",
+    "chat",
+    "generate",
+    "convert",
+    "lora",
+    "pull",
+    "list",
+    "show",
+    "rm",
+    "bench",
+    "fit",
+    "eval",
+    "doctor",
+)
 """Command names in the order of the help. ``mlxserve.cli.<name>`` holds ``<name>_command``, or, for a
 command with commands of its own, a ``typer.Typer`` named ``<name>_app``."""
 

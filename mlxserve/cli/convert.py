@@ -54,7 +54,7 @@ def convert_command(
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing output folder.")] = False,
     check: Annotated[
-        bool, typer.Option(help="Run a few tokens through the result before it is kept.")
+        bool, typer.Option(help="Load the result and compare it with the source before it is kept.")
     ] = True,
     memory_limit: Annotated[
         int | None,
@@ -64,12 +64,16 @@ def convert_command(
             help="Memory that the conversion may take, such as 2G (default: a quarter of the machine's).",
         ),
     ] = None,
+    force_result: Annotated[
+        bool, typer.Option("--force-result", help="Keep a result that is too far from the source.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
 ) -> None:
     """Convert a model into an MLX folder that mlxserve and mlx-lm load.
 
     A GGUF file is imported exactly, in its own formats. A folder of floats becomes 4-bit. A matrix whose
-    columns no group divides stays as it is, and the summary says so.
+    columns no group divides stays as it is, and the summary says so. A result that is far from its source
+    is not kept.
 
     Example:
       mlxserve convert ./my-model -o ./my-model-4bit --bits 4 --group-size 64
@@ -91,7 +95,7 @@ def convert_command(
         force=force,
         dry_run=dry_run,
         mode=mode,
-        check="auto" if check else "never",
+        check="never" if not check else "force" if force_result else "auto",
         memory_limit=memory_limit,
     )
     console = Console(stderr=True)
@@ -150,6 +154,7 @@ def _plan_line(tensor: PlannedTensor) -> str:
 
 def _print_json(report: ConvertReport) -> None:
     import json
+    from dataclasses import asdict
 
     value = {
         "source": str(report.source),
@@ -178,6 +183,7 @@ def _print_json(report: ConvertReport) -> None:
         ],
         "warnings": list(report.warnings),
         "verified": report.verified,
+        "proof": report.proof and {**asdict(report.proof.divergence), "bound": report.proof.bound},
         "dry_run": report.is_dry_run,
     }
     typer.echo(json.dumps(value, ensure_ascii=False))

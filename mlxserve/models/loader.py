@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -118,11 +118,20 @@ def load_model(folder: Path, *, fuse: bool = True) -> LoadedModel:
     """
     config = read_config(folder)
     read_tensors(folder)
+    return load_built(lambda: _build(folder, config), config, fuse=fuse)
+
+
+Build = Callable[[], nn.Module]
+"""Makes an mlx-lm model with its weights, evaluated or not."""
+
+
+def load_built(build: Build, config: dict[str, Any], *, fuse: bool = True) -> LoadedModel:
+    """``load_model`` for a model that does not come from a folder. ``build`` may be called twice."""
     kernel_choice.settle()
     try:
-        return _load(folder, config, fuse=fuse)
+        return _load(build, config, fuse=fuse)
     except UnsupportedModelError as error:
-        return _load_without_metal(folder, config, fuse=fuse, error=error)
+        return _load_without_metal(build, config, fuse=fuse, error=error)
 
 
 def load_module(folder: Path) -> nn.Module:
@@ -140,11 +149,30 @@ def load_module(folder: Path) -> nn.Module:
     return module
 
 
-def _load(folder: Path, config: dict[str, Any], *, fuse: bool) -> LoadedModel:
-    module = _build(folder, config)
+def load_plain(folder: Path) -> nn.Module:
+    """The model on our kernels but mlx-lm's own caches, for what ``load_model`` does not support.
+    Raises ModelLoadError."""
+    config = read_config(folder)
+    read_tensors(folder)
+    return plain_built(lambda: _build(folder, config))
+
+
+def plain_built(build: Build) -> nn.Module:
+    """``load_plain`` for a model that does not come from a folder."""
+    kernel_choice.settle()
+    return _on_kernels(build)
+
+
+def _on_kernels(build: Build) -> nn.Module:
+    module = build()
     dtype = _activation_dtype(module)
     use_kernels(module, dtype)
     _evaluate_by_layer(module, dtype)
+    return module
+
+
+def _load(build: Build, config: dict[str, Any], *, fuse: bool) -> LoadedModel:
+    module = _on_kernels(build)
     try:
         with exact_products():
             return _checked(module, config, fuse=fuse)
@@ -155,7 +183,7 @@ def _load(folder: Path, config: dict[str, Any], *, fuse: bool) -> LoadedModel:
 
 
 def _load_without_metal(
-    folder: Path, config: dict[str, Any], *, fuse: bool, error: UnsupportedModelError
+    build: Build, config: dict[str, Any], *, fuse: bool, error: UnsupportedModelError
 ) -> LoadedModel:
     """The model without our Metal kernels, if it is these that it does not run with. The process then goes
     on without them."""
@@ -164,7 +192,7 @@ def _load_without_metal(
         raise error
     without = replace(chosen, proven=frozenset())
     with using(without):
-        loaded = _load(folder, config, fuse=fuse)
+        loaded = _load(build, config, fuse=fuse)
     logger.warning("The Metal kernels are not used, MLX's own operations are: %s", error)
     use(without)
     return loaded

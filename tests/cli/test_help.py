@@ -28,8 +28,13 @@ def test_no_arguments_print_the_help(run: Run) -> None:
     assert all(f"\n  {name} " in result.out for name in COMMANDS)
 
 
-GROUPED = ["bench decode", "bench kernels", "bench kv", "lora check-data"]
-LEAVES = [name for name in COMMANDS if name not in ("bench", "lora")] + GROUPED
+GROUPS = {
+    "bench": ("decode", "kernels", "kv"),
+    "eval": ("perplexity", "kl"),
+    "lora": ("check-data",),
+}
+LEAVES = [name for name in COMMANDS if name not in GROUPS]
+LEAVES += [f"{group} {name}" for group, names in GROUPS.items() for name in names]
 
 
 @pytest.mark.parametrize("name", LEAVES)
