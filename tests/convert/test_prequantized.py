@@ -264,9 +264,9 @@ def test_what_mlx_has_no_layout_for_becomes_8_bit(tmp_path: Path, name: str) -> 
         groups = values.reshape(len(values), -1, 32)
         step = np.ptp(groups, axis=-1, keepdims=True) / 255
         error = np.abs(found[key].reshape(groups.shape) - groups)
-        # MLX rounds the bias to a multiple of the scale, which moves the far end by up to a step.
-        assert np.all(error <= 1.01 * step)
-        assert np.mean(error) < 0.3 * np.mean(step)
+        # Half a step where all steps are alike; the best scales let a few outliers lie beyond the last one.
+        assert np.sqrt(np.mean((error / step) ** 2)) < 0.4
+        assert np.max(error / step) < 4
     model, _ = load_model(tmp_path / "out")
     model.set_dtype(mx.float32)
     expected = logits(reference_model(CONFIG, exact), TOKENS)
@@ -314,8 +314,14 @@ def test_floats_become_what_the_rest_of_the_model_is(tmp_path: Path, name: str) 
     four = mx.load(str(tmp_path / "four" / "model.safetensors"))
     assert {array.dtype for array in four.values()} == {mx.bfloat16, mx.uint32}
     key = "model.layers.0.mlp.up_proj"
-    expected = mx.quantize(mx.array(exact[f"{key}.weight"]).astype(mx.bfloat16), group_size=64, bits=4)
-    assert mx.array_equal(four[f"{key}.weight"], expected[0])
+    source = mx.array(exact[f"{key}.weight"])
+    parts = [four[f"{key}.{kind}"] for kind in ("weight", "scales", "biases")]
+    usual = mx.quantize(source.astype(mx.bfloat16), group_size=64, bits=4)
+    errors = [
+        mx.square(mx.dequantize(*found, group_size=64, bits=4).astype(mx.float32) - source).mean().item()
+        for found in (parts, usual)
+    ]
+    assert errors[0] <= 1.05 * errors[1]
 
 
 GATE = "model.layers.0.mlp.gate_proj"
@@ -325,6 +331,8 @@ GATE = "model.layers.0.mlp.gate_proj"
     ("name", "kind", "change", "message"),
     [
         ("awq", "scales", None, f"tensor '{GATE}.scales' is missing"),
+        ("awq", "qzeros", None, f"tensor '{GATE}.qzeros' is missing"),
+        ("packed int4 not symmetric", "weight_zero_point", None, "weight_zero_point' is missing"),
         ("awq", "scales", np.ones((2, 9), np.float16), "no AWQ matrix"),
         ("awq", "qzeros", np.ones((2, 9), np.int32), r"qzeros' has shape \(2, 9\), expected \(2, 32\)"),
         ("awq", "qweight", np.ones((128, 32), np.float32), "qweight' has type float32, expected int32"),

@@ -77,5 +77,5 @@ class AffineWeight(Weight):
         scales = self.scales(start, stop)
         zeros = self.zeros(start, stop)
         if zeros.ndim:
-            zeros = columns_at(zeros, groups)
+            zeros = columns_at(mx.broadcast_to(zeros, scales.shape), groups)
         return (self.integers(start, stop) - zeros) * columns_at(scales, groups)

@@ -79,11 +79,11 @@ def _decode(weights: Mapping[str, Weight], settings: Settings, where: str) -> di
         if module not in modules or kind not in _PARTS:
             decoded[name] = weight
     for module in sorted(modules):
-        decoded[f"{module}.weight"] = _matrix(weights, module, where)
+        decoded[f"{module}.weight"] = _matrix(weights, module, settings, where)
     return decoded
 
 
-def _matrix(weights: Mapping[str, Weight], module: str, where: str) -> AwqWeight:
+def _matrix(weights: Mapping[str, Weight], module: str, settings: Settings, where: str) -> AwqWeight:
     qweight = part(weights, f"{module}.qweight", where)
     scales = part(weights, f"{module}.scales", where)
     qzeros = weights.get(f"{module}.qzeros")
@@ -92,8 +92,8 @@ def _matrix(weights: Mapping[str, Weight], module: str, where: str) -> AwqWeight
         raise ConversionError(
             f"{where}: {module} has qweight {qweight.shape} and scales {scales.shape}, no AWQ matrix"
         )
-    if qzeros is not None:
-        part(weights, f"{module}.qzeros", where, scales.shape[0], qweight.shape[1])
+    if qzeros is not None or settings.get("zero_point") is True:
+        qzeros = part(weights, f"{module}.qzeros", where, scales.shape[0], qweight.shape[1])
         check_type(qzeros, f"{module}.qzeros", where, mx.int32, mx.uint32)
     return AwqWeight(qweight, qzeros, scales, qweight.shape[0] // scales.shape[0])
 

@@ -63,10 +63,12 @@ _NVFP4 = Layout("nvfp4", 4, 16, mx.uint8)
 @dataclass(frozen=True, slots=True)
 class _Sizes:
     """What the settings say of weights: the first width, and all blocks of rows and columns that share a
-    scale (a group is one of a single row). Which of them a module has, its tensors tell."""
+    scale (a group is one of a single row). Which of them a module has, its tensors tell.
+    ``has_zero_points``: all of them must."""
 
     num_bits: int
     blocks: tuple[tuple[int, int], ...]
+    has_zero_points: bool
 
 
 class PackedIntWeight(AffineWeight):
@@ -188,6 +190,7 @@ def _check_group(settings: Settings, where: str, group: Mapping[str, Any]) -> No
 def _sizes(settings: Settings, where: str) -> _Sizes:
     widths: list[int] = []
     blocks: list[tuple[int, int]] = []
+    symmetries: list[bool] = []
     for group in _groups(settings, where):
         weights = group.get("weights")
         if isinstance(weights, dict):
@@ -195,7 +198,8 @@ def _sizes(settings: Settings, where: str) -> _Sizes:
             widths += [bits] if isinstance(bits, int) and bits > 0 else []
             blocks += [(1, size)] if isinstance(size, int) and size > 0 else []
             blocks += _block(weights.get("block_structure"))
-    return _Sizes((*widths, 8)[0], tuple(blocks))
+            symmetries.append(weights.get("symmetric", True) is not False)
+    return _Sizes((*widths, 8)[0], tuple(blocks), bool(symmetries) and not any(symmetries))
 
 
 def _block(structure: Any) -> list[tuple[int, int]]:
@@ -235,11 +239,17 @@ def _matrix(weights: Mapping[str, Weight], module: str, sizes: _Sizes, where: st
     if is_float8(weight):
         return Float8Weight(weight, grid)
     check_type(weight, name, where, mx.int8)
-    zero_points = weights.get(f"{name}_zero_point")
+    zero_points = _zero_points(weights, name, sizes, where)
     zeros = None
     if zero_points is not None:
         zeros = ScaleGrid(zero_points, weight.shape, where, f"{name}_zero_point", sizes.blocks)
     return Int8Weight(weight, grid, zeros)
+
+
+def _zero_points(weights: Mapping[str, Weight], name: str, sizes: _Sizes, where: str) -> Weight | None:
+    if sizes.has_zero_points:
+        return part(weights, f"{name}_zero_point", where)
+    return weights.get(f"{name}_zero_point")
 
 
 def _packed_floats(weights: Mapping[str, Weight], module: str, packed: Weight, where: str) -> Weight:
@@ -286,7 +296,7 @@ def _packed_integers(
             f"{', '.join(map(str, _INTEGERS['pack-quantized']))} bits without gaps"
         )
     grid = ScaleGrid(scale, shape, where, f"{name}_scale", sizes.blocks)
-    zero_points = weights.get(f"{name}_zero_point")
+    zero_points = _zero_points(weights, name, sizes, where)
     if zero_points is not None:
         words = -(-shape[-2] * bits // 32)
         part(weights, f"{name}_zero_point", where, words, grid.num_groups)
