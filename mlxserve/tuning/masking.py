@@ -101,6 +101,8 @@ class ExampleMaker:
             raise BadRowError(f"the last message is from {speaker}, not from assistant: no reply to train on")
         conversation = _Conversation(row, template, self._tokenizer, self._end_texts)
         ids = conversation.token_ids
+        if not ids:
+            raise BadRowError("the chat template makes no text of it")
         is_trained = [self._mask == "none"] * len(ids)
         if self._mask != "none":
             for start, end in conversation.replies(only_last=self._mask == "last"):

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxserve.errors import UsageError
@@ -53,6 +53,7 @@ def is_padding_clean(batch: Batch) -> bool:
     return not batch.weights[padding].any() and not batch.token_ids[padding].any()
 
 
+@settings(deadline=None)
 @given(example_lists(), st.integers(1, 8), st.booleans(), st.integers(0, 2**40))
 def test_an_epoch_has_every_example_once(
     examples: list[Example], batch_size: int, pack: bool, seed: int
@@ -71,6 +72,7 @@ def test_an_epoch_has_every_example_once(
         assert Counter(seen) == Counter(examples)
 
 
+@settings(deadline=None)
 @given(example_lists(), st.integers(1, 8), st.booleans(), st.data())
 def test_a_resumed_source_gives_what_an_uninterrupted_one_would(
     examples: list[Example], batch_size: int, pack: bool, data: st.DataObject
@@ -92,6 +94,7 @@ def test_a_resumed_source_gives_what_an_uninterrupted_one_would(
         np.testing.assert_array_equal(expected.weights, found.weights)
 
 
+@settings(deadline=None)
 @given(example_lists(), st.integers(8, 12))
 def test_packing_never_takes_more_positions_than_padding(examples: list[Example], batch_size: int) -> None:
     chosen = examples[:batch_size]

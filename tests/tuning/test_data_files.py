@@ -181,7 +181,7 @@ JSON_VALUES = st.recursive(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(
     st.lists(st.dictionaries(st.text(), JSON_VALUES, max_size=3), max_size=5),
     st.sampled_from([None, 0, 2]),
@@ -199,7 +199,7 @@ def test_any_json_is_read_back(
     assert [row.value for row in found] == rows
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.binary(max_size=200), st.sampled_from(["a.jsonl", "a.json", "a.csv", "a.tsv"]))
 def test_any_bytes_are_rows_or_problems(tmp_path: Path, content: bytes, name: str) -> None:
     problems(read(tmp_path, name, content))

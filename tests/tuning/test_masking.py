@@ -257,6 +257,8 @@ def test_a_template_that_refuses_names_its_reason(tmp_path: Path) -> None:
     tokenizer, template = text_tools(tmp_path, "{{ raise_exception('no such turns') }}")
     with pytest.raises(BadRowError, match="no such turns"):
         ExampleMaker(tokenizer, template, "last").make(ChatRow(Q_A["messages"]), "x:1")
+    with pytest.raises(BadRowError, match="the chat template makes no text of it"):
+        example_of(tmp_path, "{{ '' }}", Q_A)
     with pytest.raises(BadRowError, match=r"messages\[0\]\.role must be one of"):
         ExampleMaker(tokenizer, template, "none").make(ChatRow([{"role": "poet", "content": ""}]), "x:1")
 
