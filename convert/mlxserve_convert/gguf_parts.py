@@ -29,7 +29,9 @@ class GGUFParts:
         try:
             self.files.append(GGUFFile(path))
             count = self.files[0].metadata.get("split.count", 0)
-            if isinstance(count, int) and count > 1:
+            if not isinstance(count, int):
+                raise ConversionError(f"{path}: split.count: expected an integer, found {str(count)[:40]!r}")
+            if count > 1:
                 self._open_parts(count)
             self.metadata: dict[str, Any] = self.files[0].metadata
             self._owners = self._by_tensor()

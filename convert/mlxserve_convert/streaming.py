@@ -157,13 +157,15 @@ def _block(target: Target, start: int, stop: int) -> list[mx.array]:
     values = weight.read(start, stop).astype(target.dtype)
     mx.eval(values)
     _check_finite(target, values, start)
+    # A search clips outliers; 8 bits have steps enough to spare that.
+    is_searched = layout.mode == "affine" and layout.bits < 8
     words, scales, biases = ops.quantize(
         values,
         group_size=layout.group_size,
         bits=layout.bits,
         mode=layout.mode,
-        effort=ops.SEARCH_EFFORT if layout.mode == "affine" else 0,
-        importance=target.importance,
+        effort=ops.SEARCH_EFFORT if is_searched else 0,
+        importance=target.importance if is_searched else None,
     )
     return list(Packed(words, scales, biases).parts())
 

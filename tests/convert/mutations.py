@@ -18,7 +18,7 @@ from gguf import GGMLQuantizationType as Kind
 
 from mlxserve.errors import ConversionError, ModelLoadError
 from mlxserve.models.safetensors_file import read_tensors
-from mlxserve_convert import ConvertOptions, gguf_checkpoint
+from mlxserve_convert import ConvertOptions, gguf_parts
 from mlxserve_convert.gguf_checkpoint import open_gguf
 from mlxserve_convert.gguf_file import GGUFFile
 from mlxserve_convert.hf_checkpoint import open_hf
@@ -143,7 +143,7 @@ class Readers:
                 metadata[key][rng.randrange(len(metadata[key]))] = rng.choice(_HOSTILE)
             else:
                 metadata[key] = copy.deepcopy(rng.choice(_HOSTILE))
-        with patch.object(gguf_checkpoint, "GGUFFile", lambda path: file):
+        with patch.object(gguf_parts, "GGUFFile", lambda path: file):
             self._open_gguf()
 
     def _open_gguf(self) -> None:
