@@ -14,6 +14,8 @@ of the clock and of all threads together: on a machine that does other things th
 from __future__ import annotations
 
 import argparse
+import json
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -60,6 +62,10 @@ class Time:
 
     def times(self, count: float) -> Time:
         return Time(self.wall * count, self.cpu * count)
+
+
+def say(progress: dict[str, Any]) -> None:
+    sys.stderr.write(json.dumps(progress) + "\n")
 
 
 def measure(call: Callable[[], Any], repeat: int) -> Time:
@@ -211,6 +217,7 @@ def run_parts(options: argparse.Namespace) -> dict[str, Any]:
                 "ratio": round(stock.wall / both.wall, 1),
                 "ratio_cpu": round(stock.cpu / both.cpu, 1),
             }
+        say(line)
         lines.append(line)
     tokens = rows * options.length
     report: dict[str, Any] = {
@@ -293,9 +300,7 @@ def run_steps(options: argparse.Namespace) -> dict[str, Any]:
         mx.clear_cache()
         mx.reset_peak_memory()
         first = step().item() / weights.size
-        took = (
-            measure(step, options.repeat if side == "ours" else 1) if side == "ours" else measure_once(step)
-        )
+        took = measure(step, options.repeat) if side == "ours" else measure_once(step)
         report[side] = {
             "first_loss": round(first, 5),
             "step_s": round(took.wall, 2),
@@ -305,6 +310,7 @@ def run_steps(options: argparse.Namespace) -> dict[str, Any]:
             "peak_mb": round(mx.get_peak_memory() / 1e6),
             "weights_mb": round(weight_bytes / 1e6),
         }
+        say({side: report[side]})
     if options.only is None:
         ours, stock = report["ours"], report["stock"]
         report["ratio"] = round(ours["tok_s"] / stock["tok_s"], 1)
@@ -332,7 +338,8 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    run_steps(options) if options.steps else run_parts(options)
+    report = run_steps(options) if options.steps else run_parts(options)
+    sys.stdout.write(json.dumps(report, indent=None if options.json else 1) + "\n")
 
 
 if __name__ == "__main__":
