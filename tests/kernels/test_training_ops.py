@@ -321,3 +321,30 @@ def test_finite_differences() -> None:
                 moved[index] = moved[index] + sign * mx.array(move)
                 ends.append(loss(*moved).item())
             assert abs((ends[0] - ends[1]) / (2 * step) - values[at]) < 2e-2 * max(1.0, np.abs(values).max())
+
+
+def peak_bytes(call: Callable[[], object], *inputs: mx.array) -> int:
+    """What a call needs at most beside what is there before."""
+    mx.eval(inputs)
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(call())
+    return int(mx.get_peak_memory()) - before
+
+
+def test_attention_makes_no_array_of_scores() -> None:
+    length = 4096
+    q, k, v = (mx.random.normal((1, 2, length, 16)) for _ in range(3))
+    call = mx.value_and_grad(lambda *a: ops.causal_attention(*a, scale=0.25).sum(), [0, 1, 2])
+    assert peak_bytes(lambda: call(q, k, v), q, k, v) < length * length
+
+
+def test_head_makes_no_array_of_logits() -> None:
+    rows, vocabulary = 512, 60000
+    hidden, head = mx.random.normal((rows, 32)), mx.random.normal((vocabulary, 32))
+    targets, weights = mx.zeros((rows,), dtype=mx.int32), mx.ones((rows,))
+    inputs = (hidden, targets, weights, head)
+    for wanted, limit in ((0, rows * vocabulary // 10), (3, rows * vocabulary)):
+        call = mx.value_and_grad(ops.cross_entropy_head, wanted)
+        assert peak_bytes(lambda: call(*inputs), *inputs) < limit  # noqa: B023

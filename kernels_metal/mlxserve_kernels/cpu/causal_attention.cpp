@@ -7,6 +7,7 @@
 #include "ops.h"
 #include "pool.h"
 #include "primitive.h"
+#include "room.h"
 #include "training_kernels.h"
 
 namespace mlxserve {
@@ -65,24 +66,6 @@ struct Call {
   std::size_t value_floats() const { return v.batch * v.heads * positions() * padded_value_dim; }
   std::size_t turned_key_floats() const { return k.batch * k.heads * positions() * k.dim; }
   std::size_t turned_value_floats() const { return v.batch * v.heads * positions() * v.dim; }
-};
-
-// Memory that a task of the stream frees when it is done.
-class Room {
- public:
-  explicit Room(std::size_t floats) : memory_(mx::allocator::malloc(floats * sizeof(float) + 64)) {
-    auto address = reinterpret_cast<std::uintptr_t>(memory_.buffer().raw_ptr());
-    next_ = reinterpret_cast<float*>((address + 63) / 64 * 64);
-  }
-  float* take(std::size_t floats) {
-    float* taken = next_;
-    next_ += floats;
-    return taken;
-  }
-
- private:
-  mx::allocator::Data memory_;
-  float* next_;
 };
 
 struct Packed {

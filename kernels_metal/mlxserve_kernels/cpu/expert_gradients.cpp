@@ -7,6 +7,7 @@
 #include "isa.h"
 #include "pool.h"
 #include "primitive.h"
+#include "room.h"
 
 namespace mlxserve {
 namespace {
@@ -70,8 +71,8 @@ class GatherColumns : public CpuPrimitive {
   static void run(const ExpertMatrix& m, long experts, const float* d_y, const int* ids, long pairs, float* to) {
     const long n = m.w.n, k = m.w.k;
     const Grouping grouping = grouped(ids, pairs, experts);
-    float* rows = scratch(1, pairs * (n + k));
-    float* sums = rows + pairs * n;
+    Room room(pairs * (n + k));
+    float *rows = room.take(pairs * n), *sums = room.take(pairs * k);
     put_in_places(grouping, d_y, n, rows);
     const auto parts = rectangles(grouping, k, [](const Grouping::Group& group) { return group.count; });
     parallel_for(long(parts.size()), [&](long task) {
@@ -110,8 +111,8 @@ class ExpertWeightGradient : public CpuPrimitive {
   static void run(long experts, const float* d_y, const float* x, const int* ids, long pairs, long n, long k,
                   float* to) {
     const Grouping grouping = grouped(ids, pairs, experts);
-    float* back = scratch(1, pairs * (n + k));
-    float* rows = back + pairs * n;
+    Room room(pairs * (n + k));
+    float *back = room.take(pairs * n), *rows = room.take(pairs * k);
     put_in_places(grouping, d_y, n, back);
     put_in_places(grouping, x, k, rows);
     // Experts without rows have none of it.
