@@ -26,7 +26,7 @@ Matrix<U> rows_from(Matrix<U> all, size_t first, int size) {
 // y [choices, outputs]: row i is the result of multiply_tile for x's row of choice i and the matrices of expert ids[i];
 // its arguments, and list: threadgroup memory of 16 * Simdgroups.
 template <
-    int Rows, int Simdgroups, int Choices, bool HasBias, int A, typename U, int N, typename T, typename I, typename B>
+    int Rows, int Simdgroups, int Choices, bool IsRagged, int Scales, bool HasBias, int A, typename U, int N, typename T, typename I, typename B>
 void multiply_chosen(
     const device T* x,
     const device I* ids,
@@ -36,14 +36,15 @@ void multiply_chosen(
     int outputs,
     int size,
     threadgroup vec<T, 4>* tile,
+    threadgroup typename U::Scale* shared,
     threadgroup int* list,
     uint3 group,
     uint simdgroup,
     uint lane) {
   const int n = (int(group.x) * Simdgroups + int(simdgroup)) * (4 / N), p = int(group.y);
   if (!is_first(ids, p, lane)) return;
-  Product<T, U, Rows, 4 / N, N, Simdgroups> product;
-  if (!product.is_staged && n >= outputs) return;
+  Product<T, U, Rows, 4 / N, N, Simdgroups, IsRagged, Scales> product;
+  if (!product.is_staged && Scales != shared_range && n >= outputs) return;
   const size_t id = size_t(ids[p]);
   Matrix<U> matrices[N];
   for (int j = 0; j < N; j++) matrices[j] = rows_from(all.matrices[j], id * outputs, size);
@@ -53,7 +54,7 @@ void multiply_chosen(
   for (int served = 0; served < total; served += Rows) {
     total = find_members<Rows>(ids, choices, p, served, list + simdgroup * 16, lane);
     rows.count = min(total - served, Rows);
-    product.run(matrices, x, rows, n, outputs, size, tile, simdgroup, lane);
+    product.run(matrices, x, rows, n, outputs, size, tile, shared, simdgroup, lane);
     product.template finish<HasBias, A>(all, id * outputs, n, outputs);
     product.store(y, rows, n, outputs, lane);
   }

@@ -2,8 +2,9 @@
 //
 // A reader has
 //   group          values that share a scale
+//   has_bias       whether a group has a bias
 //   Raw            eight packed values; `read(row, k)` takes them from a row at value k, a multiple of 8
-//   scale, bias    of a group, as floats: `read_scale`, `read_bias`
+//   scale, bias    of a group, as floats: `read_scale`, `read_bias`, from memory of any kind
 //   values(...)    raw, scale and bias to eight floats
 // and reads just the bytes of what it was asked for.
 
@@ -34,6 +35,14 @@ struct Eight {
     return raw;
   }
 
+  // That of another lane.
+  Eight<Bits> from_lane(ushort lane) const thread {
+    Eight<Bits> raw;
+    raw.low = simd_shuffle(low, lane);
+    raw.high = Bits > 4 ? simd_shuffle(high, lane) : 0;
+    return raw;
+  }
+
   static Eight<Bits> zero() {
     Eight<Bits> raw;
     raw.low = raw.high = 0;
@@ -55,9 +64,12 @@ struct Affine {
   typedef Eight<Bits> Raw;
   static constexpr constant int group = Group;
   static constexpr constant int bits = Bits;
+  static constexpr constant bool has_bias = true;
 
-  static float read_scale(const device S* scales, size_t i) { return float(scales[i]); }
-  static float read_bias(const device S* biases, size_t i) { return float(biases[i]); }
+  template <typename P>
+  static float read_scale(P scales, int i) { return float(scales[i]); }
+  template <typename P>
+  static float read_bias(P biases, int i) { return float(biases[i]); }
   static void values(Raw raw, float scale, float bias, thread float* w) {
     for (int i = 0; i < 8; i++) w[i] = fma(scale, float(raw.at(i)), bias);
   }
@@ -92,11 +104,14 @@ struct SmallFloat {
   typedef Eight<Bits> Raw;
   static constexpr constant int group = Group;
   static constexpr constant int bits = Bits;
+  static constexpr constant bool has_bias = false;
 
-  static float read_scale(const device uchar* scales, size_t i) {
+  template <typename P>
+  static float read_scale(P scales, int i) {
     return IsE8m0 ? e8m0_to_float(scales[i]) : e4m3_to_float(scales[i]);
   }
-  static float read_bias(const device uchar*, size_t) { return 0; }
+  template <typename P>
+  static float read_bias(P, int) { return 0; }
   static void values(Raw raw, float scale, float, thread float* w) {
     for (int i = 0; i < 8; i++) w[i] = (Bits == 8 ? e4m3_to_float(raw.at(i)) : e2m1_to_float(raw.at(i))) * scale;
   }

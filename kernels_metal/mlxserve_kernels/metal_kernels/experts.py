@@ -21,24 +21,26 @@ from mlxserve_kernels.metal_kernels.weights import (
 
 _GATHER_MATMUL = """
 threadgroup vec<T, 4> tile[TILE];
+threadgroup S shared[SHARED];
 threadgroup int list[LIST];
 using Reader = typename ReaderOf<MODE, S, GROUP, BITS>::type;
-multiply_chosen<ROWS, SIMDGROUPS, CHOICES, HAS_BIAS, 0>(
+multiply_chosen<ROWS, SIMDGROUPS, CHOICES, RAGGED, SCALES, HAS_BIAS, 0>(
     x, ids, one(matrix_of<Reader>(w, scales, biases), bias), y, threadgroups_per_grid.y, w_shape[1],
-    x_shape[1], tile, list,
+    x_shape[1], tile, shared, list,
     threadgroup_position_in_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
 """
 
 _EXPERT_GATE_UP = """
 threadgroup vec<T, 4> tile[TILE];
+threadgroup S shared[SHARED];
 threadgroup int list[LIST];
 using Reader = typename ReaderOf<MODE, S, GROUP, BITS>::type;
-multiply_chosen<ROWS, SIMDGROUPS, CHOICES, HAS_BIAS, ACTIVATION>(
+multiply_chosen<ROWS, SIMDGROUPS, CHOICES, RAGGED, SCALES, HAS_BIAS, ACTIVATION>(
     x, ids,
     pair(
         matrix_of<Reader>(gate_w, gate_scales, gate_biases), matrix_of<Reader>(up_w, up_scales, up_biases),
         gate_bias, up_bias),
-    y, threadgroups_per_grid.y, gate_w_shape[1], x_shape[1], tile, list,
+    y, threadgroups_per_grid.y, gate_w_shape[1], x_shape[1], tile, shared, list,
     threadgroup_position_in_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
 """
 
@@ -47,7 +49,7 @@ class ExpertKernels:
     """Kernels made by `make`, for few rows: what finds an expert's rows looks at all ids."""
 
     def __init__(self, make: KernelMaker) -> None:
-        names = ("unpack.h", "activation.h", "matmul.h", "members.h", "experts.h")
+        names = ("unpack.h", "activation.h", "row_windows.h", "matmul.h", "members.h", "experts.h")
         header = "".join(maker.source(name) for name in names)
         self._gather_matmul = make(
             "gather_matmul", ["x", "ids", "w", "scales", "biases", "bias"], ["y"], _GATHER_MATMUL, header
@@ -69,7 +71,7 @@ class ExpertKernels:
         outputs = weight.w.shape[1]
         if not ids.size or not outputs:
             return mx.zeros((*ids.shape, outputs), dtype=x.dtype)
-        tiling, template = _plan(x, ids)
+        tiling, template = _plan(x, ids, weight)
         bias = weights.bias
         (y,) = self._gather_matmul(
             inputs=[*_rows(x, ids), *weight.inputs, x if bias is None else padded(bias, MIN_DEVICE_SIZE)],
@@ -93,7 +95,7 @@ class ExpertKernels:
         outputs = weight.w.shape[1]
         if not ids.size or not outputs:
             return mx.zeros((*ids.shape, outputs), dtype=x.dtype)
-        tiling, template = _plan(x, ids)
+        tiling, template = _plan(x, ids, weight)
         biases = (x if part.bias is None else padded(part.bias, MIN_DEVICE_SIZE) for part in (gate, up))
         (y,) = self._gate_up(
             inputs=[*_rows(x, ids), *weight.inputs, *other.inputs, *biases],
@@ -142,10 +144,11 @@ def _rows(x: mx.array, ids: mx.array) -> list[mx.array]:
     return [x.reshape(-1, x.shape[-1]), padded(ids.flatten(), MIN_DEVICE_SIZE)]
 
 
-def _plan(x: mx.array, ids: mx.array) -> tuple[Tiling, Template]:
+def _plan(x: mx.array, ids: mx.array, weight: QuantizedWeight) -> tuple[Tiling, Template]:
     """Tiles for an expert that all rows have chosen."""
     top_k = ids.shape[-1]
     tiling = Tiling.of(ids.size // top_k)
     choices = 1 if x.ndim == ids.ndim + 1 else top_k
     lists = tiling.simdgroups * MAX_TILE_ROWS
-    return tiling, [("T", x.dtype), ("CHOICES", choices), ("LIST", lists), *tiling.template]
+    template = [("T", x.dtype), ("CHOICES", choices), ("LIST", lists), *tiling.template_of(weight)]
+    return tiling, template

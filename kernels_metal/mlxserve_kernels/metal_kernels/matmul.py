@@ -19,21 +19,23 @@ from mlxserve_kernels.metal_kernels.weights import (
 
 _QUANTIZED_MATMUL = """
 threadgroup vec<T, 4> tile[TILE];
+threadgroup S shared[SHARED];
 using Reader = typename ReaderOf<MODE, S, GROUP, BITS>::type;
-multiply_tile<ROWS, SIMDGROUPS, HAS_BIAS, 0>(
-    x, one(matrix_of<Reader>(w, scales, biases), bias), y, x_shape[0], w_shape[0], x_shape[1], tile,
+multiply_tile<ROWS, SIMDGROUPS, RAGGED, SCALES, HAS_BIAS, 0>(
+    x, one(matrix_of<Reader>(w, scales, biases), bias), y, x_shape[0], w_shape[0], x_shape[1], tile, shared,
     threadgroup_position_in_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
 """
 
 _GATE_UP = """
 threadgroup vec<T, 4> tile[TILE];
+threadgroup S shared[SHARED];
 using Reader = typename ReaderOf<MODE, S, GROUP, BITS>::type;
-multiply_tile<ROWS, SIMDGROUPS, HAS_BIAS, ACTIVATION>(
+multiply_tile<ROWS, SIMDGROUPS, RAGGED, SCALES, HAS_BIAS, ACTIVATION>(
     x,
     pair(
         matrix_of<Reader>(gate_w, gate_scales, gate_biases), matrix_of<Reader>(up_w, up_scales, up_biases),
         gate_bias, up_bias),
-    y, x_shape[0], gate_w_shape[0], x_shape[1], tile,
+    y, x_shape[0], gate_w_shape[0], x_shape[1], tile, shared,
     threadgroup_position_in_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
 """
 
@@ -42,7 +44,7 @@ class MatmulKernels:
     """Kernels made by `make`."""
 
     def __init__(self, make: KernelMaker) -> None:
-        header = "".join(maker.source(name) for name in ("unpack.h", "activation.h", "matmul.h"))
+        header = "".join(maker.source(name) for name in ("unpack.h", "activation.h", "row_windows.h", "matmul.h"))
         self._quantized_matmul = make(
             "quantized_matmul", ["x", "w", "scales", "biases", "bias"], ["y"], _QUANTIZED_MATMUL, header
         )
@@ -82,7 +84,7 @@ class MatmulKernels:
         computed = inputs[0].shape[0]
         (y,) = self._quantized_matmul(
             inputs=[x.reshape(rows, size), *inputs, x if bias is None else padded(bias, MIN_DEVICE_SIZE)],
-            template=[("T", x.dtype), *weight.template, *tiling.template, ("HAS_BIAS", bias is not None)],
+            template=[("T", x.dtype), *weight.template, *tiling.template_of(weight), ("HAS_BIAS", bias is not None)],
             output_shapes=[(rows, computed)],
             output_dtypes=[x.dtype],
             **tiling.launch(computed, 4, -(-rows // tiling.rows)),
@@ -124,7 +126,7 @@ class MatmulKernels:
             template=[
                 ("T", x.dtype),
                 *gate.template,
-                *tiling.template,
+                *tiling.template_of(gate),
                 ("HAS_BIAS", gate_bias is not None),
                 ("ACTIVATION", activation_index(activation)),
             ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -16,10 +17,21 @@ MAX_TILE_ROWS = 16
 
 Template = list[tuple[str, Any]]
 
+_LINE = 64
+_OUTPUTS = 4
+"""Rows of weights that a simdgroup has."""
 _STAGED_ROWS = 4
 _STEP = 256
 _MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")
 _ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "gelu")
+
+
+class ScaleSource(IntEnum):
+    """As matmul.h has it."""
+
+    OWN_LINES = 0
+    ONE_RANGE = 1
+    SHARED_RANGE = 2
 
 
 class QuantizedWeight(NamedTuple):
@@ -57,6 +69,19 @@ class QuantizedWeight(NamedTuple):
             ("GROUP", self.group_size),
             ("BITS", self.bits),
         ]
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether rows end inside a line of memory."""
+        return self.w.shape[-1] * self.w.itemsize % _LINE != 0
+
+    @property
+    def scale_source(self) -> ScaleSource:
+        """Scales of rows that end inside a line are read together: by a threadgroup where they are few."""
+        groups = self.scales.shape[-1]
+        if groups * self.scales.itemsize % _LINE == 0:
+            return ScaleSource.OWN_LINES
+        return ScaleSource.SHARED_RANGE if groups <= SIMD_SIZE else ScaleSource.ONE_RANGE
 
     def rows(self, begin: int, end: int) -> QuantizedWeight:
         """Rows ``begin`` to ``end - 1``: views, which kernels read where they are."""
@@ -97,10 +122,15 @@ class Tiling(NamedTuple):
         size = tile_rows(rows)
         return cls(size, 2 if size < _STAGED_ROWS else 8)
 
-    @property
-    def template(self) -> Template:
+    def template_of(self, weight: QuantizedWeight) -> Template:
+        """For products with ``weight``."""
         tile = 1 if self.rows < _STAGED_ROWS else self.rows * _STEP // 4
-        return [("ROWS", self.rows), ("SIMDGROUPS", self.simdgroups), ("TILE", tile)]
+        source = weight.scale_source
+        shared = 2 * SIMD_SIZE * self.simdgroups * _OUTPUTS if source is ScaleSource.SHARED_RANGE else 1
+        return [
+            ("ROWS", self.rows), ("SIMDGROUPS", self.simdgroups), ("TILE", tile),
+            ("RAGGED", weight.is_ragged), ("SCALES", int(source)), ("SHARED", shared),
+        ]  # fmt: skip
 
     def launch(self, outputs: int, width: int, parts: int) -> dict[str, Any]:
         """Grid and threadgroup for ``outputs`` outputs, ``width`` a simdgroup, ``parts`` times."""
