@@ -79,9 +79,24 @@ struct Tile {
     }
   }
 
-  // A lane's 8 scales out of those of 32 keys, one a lane.
-  void spread(float of_key, thread float* out) const thread {
-    UNROLLED for (int e = 0; e < 8; e++) out[e] = simd_shuffle(of_key, ushort(lane.pair * 8 + e));
+  // The scales of a lane's keys of block b out of those of 64 keys, two a lane.
+  void spread(float2 of_keys, int b, thread float* out) const thread {
+    UNROLLED for (int e = 0; e < 8; e++) out[e] = simd_shuffle(of_keys[e % 2], ushort(lane.pair * 8 + b * 4 + e / 2));
+  }
+
+  // Scores of integers from the order in which lanes read keys, 16 each, to that of floats, which all formats add in.
+  void reorder() thread {
+    UNROLLED for (int t = 0; t < RowTiles; t++) {
+      float read[2][8];
+      UNROLLED for (int b = 0; b < 2; b++)
+        UNROLLED for (int e = 0; e < 8; e++) read[b][e] = weights[t][b][e / 2].thread_elements()[e % 2];
+      UNROLLED for (int b = 0; b < 2; b++)
+        UNROLLED for (int e = 0; e < 8; e++) {
+          const ushort from = lane_at(lane.row, 2 * b + lane.pair / 2);
+          const float even = simd_shuffle(read[0][e], from), odd = simd_shuffle(read[1][e], from);
+          weights[t][b][e / 2].thread_elements()[e % 2] = lane.pair % 2 == 0 ? even : odd;
+        }
+    }
   }
 
   // weights = (q * scale) . k of the 64 keys from `first` on.
@@ -90,37 +105,50 @@ struct Tile {
       UNROLLED for (int b = 0; b < 2; b++)
         UNROLLED for (int n = 0; n < 4; n++) weights[t][b][n] = matrix_of(0, 0);
     if (!is_loaded(first, simdgroup_keys)) return;
-    const device KV* from[2];
-    const device float* scales[2];
-    bool has_keys[2], has_scale[2];
-    UNROLLED for (int b = 0; b < 2; b++) {
-      const int key = first + b * 32 + int(lane.pair) * 8, own = first + b * 32 + int(lane.lane);
-      has_keys[b] = is_loaded(key, 8);
+    constexpr int parts = 16 / KeysOfLane::keys;
+    const device KV* from[parts];
+    bool has_keys[parts];
+    UNROLLED for (int b = 0; b < parts; b++) {
+      const int key = key_read(first, b);
+      has_keys[b] = is_loaded(key, KeysOfLane::keys);
       from[b] = has_keys[b] ? pages.keys(key) : pages.k_pool;
-      has_scale[b] = Bits != 0 && is_loaded(own, 1);
-      scales[b] = (const device float*)((has_scale[b] ? pages.keys(own) : pages.k_pool) + D * Bits / 8 * Page) + own % Page;
     }
+    // Two neighbouring keys' scales a lane.
+    const int own = first + int(lane.lane) * 2;
+    const bool has_scales = Bits != 0 && is_loaded(own, 2);
+    const device float* scales =
+        (const device float*)((has_scales ? pages.keys(own) : pages.k_pool) + D * Bits / 8 * Page) + own % Page;
     for (int group = 0; group < (D + 31) / 32; group++) {
-      KeysOfLane keys[2];
+      KeysOfLane keys[parts];
       float scale_of[2][8], bias_of[2][8];
-      UNROLLED for (int b = 0; b < 2; b++) {
+      UNROLLED for (int b = 0; b < parts; b++) {
         keys[b].clear();
-        if (has_keys[b]) keys[b].load(from[b], group, (first + b * 32 + int(lane.pair) * 8) % Page, lane.row);
-        if constexpr (Bits != 0) spread(has_scale[b] ? scales[b][group * Page] : 0.0f, scale_of[b]);
-        if constexpr (Bits == 4) spread(has_scale[b] ? scales[b][(D / 32 + group) * Page] : 0.0f, bias_of[b]);
+        if (has_keys[b]) keys[b].load(from[b], group, key_read(first, b) % Page, lane.row);
+      }
+      if constexpr (Bits != 0) {
+        const float2 scale_pair = has_scales ? *(const device float2*)(scales + group * Page) : float2(0);
+        UNROLLED for (int b = 0; b < 2; b++) spread(scale_pair, b, scale_of[b]);
+      }
+      if constexpr (Bits == 4) {
+        const float2 bias_pair = has_scales ? *(const device float2*)(scales + (D / 32 + group) * Page) : float2(0);
+        UNROLLED for (int b = 0; b < 2; b++) spread(bias_pair, b, bias_of[b]);
       }
       UNROLLED for (int step = 0; step < 4; step++) {
         const int d = group * 32 + step * 8;
         if (d < D) score_step(keys, scale_of, bias_of, step, d);
       }
     }
+    if constexpr (Bits != 0) reorder();
   }
+
+  // The first of the keys that a lane reads for block b, or for both.
+  int key_read(int first, int b) const thread { return first + b * 32 + int(lane.pair) * KeysOfLane::keys; }
 
   void score_step(
       const thread KeysOfLane* keys, const thread float (*scale_of)[8], const thread float (*bias_of)[8], int step,
       int d) thread {
     float k[2][8];
-    UNROLLED for (int b = 0; b < 2; b++) keys[b].widen(step, scale_of[b], bias_of[b], k[b]);
+    UNROLLED for (int b = 0; b < 2; b++) keys[Bits == 0 ? b : 0].widen(step, b, scale_of[b], bias_of[b], k[b]);
     UNROLLED for (int t = 0; t < RowTiles; t++) {
       if (!has_rows(t)) continue;
       const threadgroup T* at = queries + (t * 8 + int(lane.row)) * Memory::stride + d + int(lane.pair) * 2;

@@ -66,12 +66,15 @@ void load_words(const device void* from, thread uint* words) {
   }
 }
 
-// 32 values of each of a lane's 8 neighbouring keys: its rows of the d-th group of the transposed keys of a page.
+// 32 values of each of a lane's neighbouring keys: its rows of the d-th group of the transposed keys of a page. A lane has
+// 8 keys of floats; of integers 16, so that it reads 16 bytes as well and a row of 64 slots is one line: the first 8 are
+// those of its first block, the others those of its second one.
 template <typename KV, int Bits, int D, int Page>
 struct Keys {
   static constexpr constant int steps = 4;
   static constexpr constant int loads = Bits == 4 ? 2 : 4;
-  static constexpr constant int words = Bits == 0 ? 2 * int(sizeof(KV)) : 2;
+  static constexpr constant int keys = Bits == 0 ? 8 : 16;
+  static constexpr constant int words = Bits == 0 ? 2 * int(sizeof(KV)) : 4;
   static constexpr constant int pool_rows = Bits == 4 ? D / 2 : D;
 
   uint raw[loads][words];
@@ -81,7 +84,7 @@ struct Keys {
       UNROLLED for (int k = 0; k < words; k++) raw[n][k] = 0;
   }
 
-  // page: this head's part of a page; slot: of the first key, a multiple of 8.
+  // page: this head's part of a page; slot: of the first key, a multiple of `keys`.
   void load(const device KV* page, int group, int slot, uint row) thread {
     UNROLLED for (int n = 0; n < loads; n++) {
       const int at = (group * loads + n) * 8 + int(row);
@@ -93,16 +96,17 @@ struct Keys {
     }
   }
 
-  // Value d = 32 * group + 8 * step + row of the 8 keys.
-  void widen(int step, const thread float* scales, const thread float* biases, thread float* out) const thread {
+  // Value d = 32 * group + 8 * step + row of 8 keys: of integers those of one block.
+  void widen(int step, int block, const thread float* scales, const thread float* biases, thread float* out) const thread {
+    const int first = Bits == 0 ? 0 : 2 * block;
     if constexpr (Bits == 0) {
       widen_floats<KV>(raw[step], out);
     } else if constexpr (Bits == 8) {
-      UNROLLED for (int e = 0; e < 8; e++) out[e] = float(as_type<char4>(raw[step][e / 4])[e % 4]) * scales[e];
+      UNROLLED for (int e = 0; e < 8; e++) out[e] = float(as_type<char4>(raw[step][first + e / 4])[e % 4]) * scales[e];
     } else {
       const int shift = step / 2 * 4;
       UNROLLED for (int e = 0; e < 8; e++) {
-        const uint q = raw[step % 2][e / 4] >> (e % 4 * 8 + shift) & 15;
+        const uint q = raw[step % 2][first + e / 4] >> (e % 4 * 8 + shift) & 15;
         out[e] = float(q) * scales[e] + biases[e];
       }
     }
