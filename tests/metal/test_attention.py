@@ -322,6 +322,24 @@ def test_bits_do_not_depend_on_batch_chunk_page_or_kernel(host: Host, options: d
             np.testing.assert_array_equal(got.view(np.uint32), want.view(np.uint32))
 
 
+@pytest.mark.parametrize(
+    ("dim", "page", "dtype", "kv_bits"),
+    [(80, 24, mx.float16, None), (96, 64, mx.float32, 4), pytest.param(160, 32, mx.float32, 8, marks=pytest.mark.full)],
+    ids=str,
+)
+def test_bits_of_chunks_and_single_rows_with_values_in_runs(
+    host: Host, dim: int, page: int, dtype: mx.Dtype, kv_bits: int | None
+) -> None:
+    """Which decode alone reads in runs; an infinity is among the values."""
+    case = make_case([300], [30], 4, 2, 32, dim)
+    if kv_bits is None:
+        case.values[0][290, 1, 40] = np.inf
+    whole = np.array(run(host, paged(case, page=page, dtype=dtype, kv_bits=kv_bits), kv_bits=kv_bits))
+    for end in (271, 290, 291, 300):
+        alone = paged(case.chunk(0, end, 1), page=page, dtype=dtype, kv_bits=kv_bits)
+        np.testing.assert_array_equal(np.array(run(host, alone, kv_bits=kv_bits))[0], whole[end - 271])
+
+
 def window_of(options: dict[str, Any]) -> dict[str, Any]:
     return {"window": options.get("window")}
 
@@ -435,6 +453,15 @@ def test_slices_that_start_where_they_may(cache_dir: Path, kv_bits: int | None) 
         (128, 16, mx.float32, 8),
         (64, 32, mx.float32, 4),
         (128, 16, mx.float32, 4),
+        # Rows of values that end inside a line; keys of 64 bytes a row of a page; more than four groups.
+        (80, 32, mx.float16, None),
+        (96, 32, mx.float32, 8),
+        (96, 64, mx.float32, 4),
+        (64, 64, mx.float32, 8),
+        (160, 64, mx.float32, 4),
+        pytest.param(160, 32, mx.float32, 8, marks=pytest.mark.full),
+        pytest.param(256, 32, mx.float32, 4, marks=pytest.mark.full),
+        pytest.param(32, 32, mx.float32, 4, marks=pytest.mark.full),
     ],
     ids=str,
 )

@@ -14,7 +14,7 @@ from mlxserve_kernels import reference
 from mlxserve_kernels.decoder import Projection
 from mlxserve_kernels.experts import Activation
 from mlxserve_kernels.metal_kernels.matmul import MatmulKernels
-from mlxserve_kernels.metal_kernels.weights import QuantizedWeight
+from mlxserve_kernels.metal_kernels.weights import QuantizedWeight, ScaleSource
 from tests.metal.conftest import Plant, kind_of
 from tests.metal.products import assert_close, assert_weights_once, quantized, true_product
 
@@ -145,6 +145,13 @@ def test_not_numbers_stay_in_their_rows(host: Host) -> None:
         (36, 3072, 64, 4, mx.bfloat16),
         (64, 1024, 32, 8, mx.float16),
         (32, 1536, 64, 4, mx.bfloat16),
+        (64, 576, 64, 4, mx.float16),
+        (64, 576, 32, 4, mx.float16),
+        (64, 896, 64, 4, mx.bfloat16),
+        (32, 2304, 64, 4, mx.float16),
+        pytest.param(64, 576, 64, 8, mx.float16, marks=pytest.mark.full),
+        pytest.param(64, 960, 64, 4, mx.float16, marks=pytest.mark.full),
+        pytest.param(32, 4864, 64, 4, mx.float16, marks=pytest.mark.full),
     ],
 )
 def test_each_weight_once_and_coalesced(
@@ -155,6 +162,7 @@ def test_each_weight_once_and_coalesced(
     matmul(host, x, quantized(outputs, size, group_size=group_size, bits=bits, dtype=dtype))
     report = host.reports[-1]
     assert_weights_once(report, ("w", "scales", "biases"))
+    assert report.buffer("w").coalescing >= 0.99
     # x once for each threadgroup where it is shared, else once a simdgroup of 4 outputs.
     readers = outputs // 4 if rows < 3 else -(-outputs // 32)
     assert report.buffer("x").simd_read == readers * x.nbytes
@@ -162,10 +170,12 @@ def test_each_weight_once_and_coalesced(
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4, 16])
-def test_gate_and_up_once_and_coalesced(cache_dir: Path, rows: int) -> None:
+@pytest.mark.parametrize(("size", "group_size"), [(2048, 64), (576, 64), (576, 32), (896, 64)])
+def test_gate_and_up_once_and_coalesced(cache_dir: Path, rows: int, size: int, group_size: int) -> None:
     host = Host(Settings(cache_dir=cache_dir))
-    x = mx.random.normal((rows, 2048)).astype(mx.float16)
-    MatmulKernels(host.metal_kernel).gate_up(x, quantized(32, 2048), quantized(32, 2048), activation="silu")
+    x = mx.random.normal((rows, size)).astype(mx.float16)
+    gate, up = (quantized(64, size, group_size=group_size) for _ in range(2))
+    MatmulKernels(host.metal_kernel).gate_up(x, gate, up, activation="silu")
     names = tuple(f"{part}_{name}" for part in ("gate", "up") for name in ("w", "scales", "biases"))
     assert_weights_once(host.reports[-1], names)
 
@@ -211,6 +221,7 @@ def test_more_rows_read_the_weights_once_a_tile(host: Host) -> None:
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 STAGING = BARRIER + "\n    const int at"
 STORED = "to[1] = *(const device vec<T, 4>*)(from + 4);\n    }\n    "
+HANDED = "const typename ScaleItems<U>::Item own = scales[j].from_lane(holder);"
 REDUCED = "sums[j][m] = simd_sum("
 BIASED = "sums[Which * Outputs + i][m] += float(bias[n + i]);"
 
@@ -228,17 +239,19 @@ BIASED = "sums[Which * Outputs + i][m] += float(bias[n + i]);"
         (3, "to[1] = ", "to[kStep] = ", "out of bounds"),
         (3, "const threadgroup vec<T, 4>* from", "const device vec<T, 4>* from", "source"),
         (1, "if (k >= size) continue;", "", "out of bounds"),
-        (1, "k < size && n + j % Outputs < outputs", "k < size", "out of bounds"),
-        (1, "group < groups && n + j % Outputs < outputs", "n + j % Outputs < outputs", "out of bounds"),
-        (1, "group < groups && n + j % Outputs < outputs", "group < groups", "out of bounds"),
+        (1, "at >= begin && at < end", "at >= begin", "out of bounds"),
+        (1, "window == border)", "window > border)", "value"),
+        (1, "int(lane) < phase ? behind : held[j]", "held[j]", "value"),
+        (1, "held[j] = behind;", "", "value"),
+        (1, "(int(lane) + phase) % 32", "int(lane) + phase", "wrong lane"),
         (1, "(k - chunk) / U::group)", "(k - chunk) / U::group + 1)", "wrong lane"),
         (1, "m < rows.count && at < outputs", "at < outputs", "out of bounds"),
         (1, "m < rows.count && at < outputs", "m < rows.count", "out of bounds"),
         (1, "*(const device uint*)at", "*(const device uint*)(at + 2)", "misaligned access"),
-        (1, "U::values(raw[j]", "if (k < size) U::values(raw[j]", "divergent simdgroup function"),
+        (1, HANDED, "if (k >= size) continue;\n" + HANDED, "divergent simdgroup function"),
         (1, REDUCED, "if (lane < 8) " + REDUCED, "value"),
         (1, "sums[j][m] = simd_sum(sums[j][m])", "sums[j][m] += 0", "value"),
-        (1, "simd_shuffle(scales[j], holder)", "scales[j]", "value"),
+        (1, HANDED, HANDED.replace(".from_lane(holder)", ""), "value"),
         (1, "sums[j][m] = 0;", "continue;", "value"),
         (3, "x[i], sums[j][m]);", "x[7 - i], sums[j][m]);", "value"),
         (1, BIASED, "continue;", "value"),
@@ -246,7 +259,7 @@ BIASED = "sums[Which * Outputs + i][m] += float(bias[n + i]);"
     ],
 )  # fmt: skip
 def test_planted_fault_is_caught(host: Host, plant: Plant, rows: int, old: str, new: str, kind: str) -> None:
-    plant(("unpack.h", "matmul.h"), old, new)
+    plant(("unpack.h", "row_windows.h", "matmul.h"), old, new)
     x = mx.random.normal((rows, 1056))
     weight = quantized(35, 1056, group_size=32, dtype=mx.float32)
     bias = mx.random.normal((35,))
@@ -259,9 +272,22 @@ def test_planted_fault_is_caught(host: Host, plant: Plant, rows: int, old: str, 
     assert kind_of(caught.value) == kind
 
 
+@pytest.mark.parametrize("condition", ["at < items", "j < rows"])
+def test_planted_fault_in_whole_lines_is_caught(host: Host, plant: Plant, condition: str) -> None:
+    plant(("row_windows.h",), "at < items && j < rows", condition)
+    x, weight = mx.random.normal((1, 1536)), quantized(35, 1536, group_size=32, dtype=mx.float32)
+    assert not weight.is_ragged and weight.scale_source == ScaleSource.OWN_LINES
+    with pytest.raises(MetalFault) as caught:
+        matmul(host, x, weight)
+    assert caught.value.kind == "out of bounds"
+
+
 @pytest.mark.parametrize(
     ("old", "new", "kind"),
     [
+        ("share_scale(matrices[m], m, first, i, to);\n    }\n    " + BARRIER, "share_scale(matrices[m], m, first, i, to);\n    }", "uninitialised read"),
+        ("head < min(lines, count)", "head < min(lines, count) - 1", "uninitialised read"),
+        ("i < count; i += 32 * Simdgroups", "i <= count; i += 32 * Simdgroups", "out of bounds"),
         ("sums[Outputs + i][m];", "sums[i][m];", "value"),
         ("gate;\n  in.matrices[1] = up;", "up;\n  in.matrices[1] = gate;", "value"),
         ("sums[Which * Outputs + i][m] +=", "sums[i][m] +=", "value"),
@@ -274,7 +300,7 @@ def test_planted_fault_is_caught(host: Host, plant: Plant, rows: int, old: str, 
     ],
 )
 def test_planted_fault_in_gate_up_is_caught(host: Host, plant: Plant, old: str, new: str, kind: str) -> None:
-    plant(("activation.h", "matmul.h"), old, new)
+    plant(("activation.h", "row_windows.h", "matmul.h"), old, new)
     x, biases = mx.random.normal((6, 288)), mx.random.normal((2, 19))
     gate, up = (quantized(19, 288, group_size=32, dtype=mx.float32) for _ in range(2))
     kernels = MatmulKernels(host.metal_kernel)

@@ -32,6 +32,9 @@ struct Tile {
   static constexpr constant int value_blocks = ValuesOfLane::blocks * ValuesOfLane::subs;
   static constexpr constant int value_groups = Bits == 0 ? 1 : ValuesOfLane::groups;
 
+  // Decode has registers for the sums of all columns; chunks, which read each value for many rows, go by columns.
+  static constexpr constant bool has_runs = ValueRun<KV, Bits, DV, Page>::is_of_use && RowTiles <= 2;
+
   Lane lane;
   uint simdgroup_index;
   Pages<KV, Bits, D, DV, Page, HasTail> pages;
@@ -232,7 +235,19 @@ struct Tile {
     UNROLLED for (int b = 0; b < 2; b++) {
       const int key = first + key_of(b, 0) / 8 * 8;
       from[b] = is_loaded(key, 8) ? pages.values(key) : pages.v_pool;
-      if constexpr (Bits != 0) load_scales(first + b * 32 + int(lane.lane), scales[b], biases[b]);
+      if constexpr (Bits != 0) load_scales(first + b * 32, scales[b], biases[b]);
+    }
+    if constexpr (has_runs) {
+      simdgroup_float8x8 sum[value_blocks][RowTiles][4];
+      UNROLLED for (int block = 0; block < value_blocks; block++) clear(sum[block]);
+      if (is_active) weigh_runs(sum, from, scales, biases, first, is_mixed);
+      UNROLLED for (int block = 0; block < value_blocks; block++) {
+        store_partial(sum[block]);
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        taker.take(*this, index, block / ValuesOfLane::subs, block % ValuesOfLane::subs);
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+      }
+      return;
     }
     UNROLLED for (int block = 0; block < ValuesOfLane::blocks; block++) {
       ValuesOfLane raw[2][4];
@@ -251,8 +266,33 @@ struct Tile {
     }
   }
 
-  // Scales and biases of one key's values.
-  void load_scales(int key, thread float* scales, thread float* biases) const thread {
+  // Scales and biases of the values of key first + lane. More than four come through threadgroup memory, so that they are
+  // read as they lie; `partial` is free for that until the first sums.
+  void load_scales(int first, thread float* scales, thread float* biases) const thread {
+    if constexpr (value_groups > 4 && value_groups <= rows) {
+      pass_scales(first, 0, scales);
+      UNROLLED for (int g = 0; g < value_groups; g++) biases[g] = 0;
+      if constexpr (Bits == 4) pass_scales(first, Page * value_groups, biases);
+    } else {
+      load_own_scales(first + int(lane.lane), scales, biases);
+    }
+  }
+
+  void pass_scales(int first, int skipped, thread float* of_key) const thread {
+    threadgroup float* all = partial + int(simdgroup_index) * rows * 32;
+    UNROLLED for (int n = 0; n < value_groups; n++) {
+      const int at = n * 32 + int(lane.lane), key = first + at / value_groups;
+      const bool is_read = is_loaded(key, 1);
+      const device KV* page = is_read ? pages.values(key) : pages.v_pool;
+      const device float* of_page = (const device float*)(page + DV * Bits / 8 * Page) + skipped;
+      all[at] = is_read ? of_page[key % Page * value_groups + at % value_groups] : 0.0f;
+    }
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+    UNROLLED for (int g = 0; g < value_groups; g++) of_key[g] = all[int(lane.lane) * value_groups + g];
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+  }
+
+  void load_own_scales(int key, thread float* scales, thread float* biases) const thread {
     const bool is_read = is_loaded(key, 1);
     const device KV* page = is_read ? pages.values(key) : pages.v_pool;
     const device float* of_scales = (const device float*)(page + DV * Bits / 8 * Page) + key % Page * value_groups;
@@ -278,24 +318,59 @@ struct Tile {
       const thread ValuesOfLane (*raw)[4], const thread float (*scales)[value_groups],
       const thread float (*biases)[value_groups], int block, int sub, int first, bool is_active, bool is_mixed) thread {
     simdgroup_float8x8 sum[RowTiles][4];
-    UNROLLED for (int t = 0; t < RowTiles; t++)
-      UNROLLED for (int m = 0; m < 4; m++) sum[t][m] = matrix_of(0, 0);
+    clear(sum);
     if (is_active) {
       UNROLLED for (int b = 0; b < 2; b++)
-        UNROLLED for (int n = 0; n < 4; n++) {
-          float v[8], scale_of = 0, bias_of = 0;
-          if constexpr (Bits != 0) scale_of = of_group(scales[b], block, key_of(0, n));
-          if constexpr (Bits == 4) bias_of = of_group(biases[b], block, key_of(0, n));
-          raw[b][n].widen(sub, lane.pair, scale_of, bias_of, v);
-          // A weight of 0 times an infinity is NaN, which a row must not get from a key that it does not see.
-          if (is_mixed) add_infinities(sum, v, b, n, first);
-          UNROLLED for (int m = 0; m < 4; m++) {
-            const simdgroup_float8x8 columns = matrix_of(v[2 * m], v[2 * m + 1]);
-            UNROLLED for (int t = 0; t < RowTiles; t++)
-              if (has_rows(t)) simdgroup_multiply_accumulate(sum[t][m], weights[t][b][n], columns, sum[t][m]);
-          }
-        }
+        UNROLLED for (int n = 0; n < 4; n++)
+          add_values(sum, raw[b][n], scales[b], biases[b], block, sub, b, n, first, is_mixed);
     }
+    store_partial(sum);
+  }
+
+  // The same of all columns at once: sum[block * subs + sub].
+  void weigh_runs(
+      thread simdgroup_float8x8 (*sum)[RowTiles][4], const device KV* const thread* from,
+      const thread float (*scales)[value_groups], const thread float (*biases)[value_groups], int first,
+      bool is_mixed) thread {
+    UNROLLED for (int b = 0; b < 2; b++)
+      UNROLLED for (int half_of = 0; half_of < 2; half_of++) {
+        ValueRun<KV, Bits, DV, Page> run;
+        const int key = first + key_of(b, 2 * half_of) / 4 * 4;
+        run.load(from[b], key % Page, begin() - key, end() - key, lane);
+        UNROLLED for (int two = 0; two < 2; two++)
+          UNROLLED for (int block = 0; block < ValuesOfLane::blocks; block++) {
+            const ValuesOfLane raw = run.values(two, block, lane);
+            UNROLLED for (int sub = 0; sub < ValuesOfLane::subs; sub++)
+              add_values(
+                  sum[block * ValuesOfLane::subs + sub], raw, scales[b], biases[b], block, sub, b, 2 * half_of + two, first,
+                  is_mixed);
+          }
+      }
+  }
+
+  static void clear(thread simdgroup_float8x8 (*sum)[4]) {
+    UNROLLED for (int t = 0; t < RowTiles; t++)
+      UNROLLED for (int m = 0; m < 4; m++) sum[t][m] = matrix_of(0, 0);
+  }
+
+  // sum += the n-th weights of block b * the values of their keys, for 32 columns.
+  void add_values(
+      thread simdgroup_float8x8 (*sum)[4], ValuesOfLane raw, const thread float* scales, const thread float* biases,
+      int block, int sub, int b, int n, int first, bool is_mixed) thread {
+    float v[8], scale_of = 0, bias_of = 0;
+    if constexpr (Bits != 0) scale_of = of_group(scales, block, key_of(0, n));
+    if constexpr (Bits == 4) bias_of = of_group(biases, block, key_of(0, n));
+    raw.widen(sub, lane.pair, scale_of, bias_of, v);
+    // A weight of 0 times an infinity is NaN, which a row must not get from a key that it does not see.
+    if (is_mixed) add_infinities(sum, v, b, n, first);
+    UNROLLED for (int m = 0; m < 4; m++) {
+      const simdgroup_float8x8 columns = matrix_of(v[2 * m], v[2 * m + 1]);
+      UNROLLED for (int t = 0; t < RowTiles; t++)
+        if (has_rows(t)) simdgroup_multiply_accumulate(sum[t][m], weights[t][b][n], columns, sum[t][m]);
+    }
+  }
+
+  void store_partial(const thread simdgroup_float8x8 (*sum)[4]) thread {
     UNROLLED for (int t = 0; t < RowTiles; t++) {
       threadgroup float* to = partial + (int(simdgroup_index) * rows + t * 8 + int(lane.row)) * 32 + int(lane.pair) * 8;
       UNROLLED for (int m = 0; m < 4; m++)

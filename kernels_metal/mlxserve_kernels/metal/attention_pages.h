@@ -194,6 +194,59 @@ struct Values {
   }
 };
 
+// Values of 4 neighbouring keys, a run, where rows end inside a line: the run is whole lines, which the 8 lanes of its rows
+// read one after the other, 16 bytes each. A lane's own values come to it by shuffles.
+template <typename KV, int Bits, int DV, int Page>
+struct ValueRun {
+  typedef Values<KV, Bits, DV, Page> ValuesOfLane;
+  static constexpr constant int row_bytes = Bits == 0 ? DV * int(sizeof(KV)) : DV * Bits / 8;
+  static constexpr constant int pieces = row_bytes / 16;
+  static constexpr constant int loads = (4 * pieces + 7) / 8;
+  // Two rows of 32 bytes are a line, which Values reads at once; rows of floats are the host's alone.
+  static constexpr constant bool is_of_use =
+      row_bytes % 16 == 0 && row_bytes % 64 != 0 && row_bytes != 32 && (Bits != 0 || sizeof(KV) == 2);
+
+  uint raw[loads][4];
+
+  static int piece_of(int load, Lane lane) { return load * 8 + int(lane.row % 2 * 4 + lane.pair); }
+
+  // page: this head's part of a page; slot: of the run's first key; keys first : end of the run are read.
+  void load(const device KV* page, int slot, int first, int end, Lane lane) thread {
+    const device uchar* from = (const device uchar*)page + slot * row_bytes;
+    UNROLLED for (int n = 0; n < loads; n++) {
+      const int piece = piece_of(n, lane), key = piece / pieces;
+      UNROLLED for (int k = 0; k < 4; k++) raw[n][k] = 0;
+      if (piece < 4 * pieces && key >= first && key < end) load_words<4>(from + piece * 16, raw[n]);
+    }
+  }
+
+  // A lane's values of block `block` of key 2 * two + row % 2.
+  ValuesOfLane values(int two, int block, Lane lane) const thread {
+    // Of integers two lanes share a piece: of 8 bits each takes half of it.
+    constexpr int shared = Bits == 0 ? 1 : 2;
+    const int in_row = (block * 4 + int(lane.pair)) / shared;
+    const int piece = (two * 2 + int(lane.row % 2)) * pieces + in_row;
+    const int least = (two * 2 * pieces + block * 4 / shared) / 8;
+    const int most = ((two * 2 + 1) * pieces + min(block * 4 / shared + 4 / shared, pieces) - 1) / 8;
+    const ushort from = lane_at(lane.row / 2 * 2 + uint(piece % 8 / 4), uint(piece % 4));
+    uint own[4] = {0, 0, 0, 0};
+    UNROLLED for (int n = 0; n < loads; n++) {
+      if (n < least || n > most) continue;
+      UNROLLED for (int k = 0; k < 4; k++) {
+        const uint word = simd_shuffle(raw[n][k], from);
+        if (piece / 8 == n && in_row < pieces) own[k] = word;
+      }
+    }
+    ValuesOfLane result;
+    if constexpr (Bits == 8) {
+      UNROLLED for (int k = 0; k < 2; k++) result.raw[k] = lane.pair % 2 == 0 ? own[k] : own[k + 2];
+    } else {
+      UNROLLED for (int k = 0; k < 4; k++) result.raw[k] = own[k];
+    }
+    return result;
+  }
+};
+
 // The pages of one sequence and kv head, in the pool or, where a table's entry is negative, in the tail.
 template <typename KV, int Bits, int D, int DV, int Page, bool HasTail>
 struct Pages {
