@@ -324,7 +324,11 @@ def test_bits_do_not_depend_on_batch_chunk_page_or_kernel(host: Host, options: d
 
 @pytest.mark.parametrize(
     ("dim", "page", "dtype", "kv_bits"),
-    [(80, 24, mx.float16, None), (96, 64, mx.float32, 4), pytest.param(160, 32, mx.float32, 8, marks=pytest.mark.full)],
+    [
+        (80, 24, mx.float16, None),
+        (96, 64, mx.float32, 4),
+        pytest.param(160, 32, mx.float32, 8, marks=pytest.mark.full),
+    ],
     ids=str,
 )
 def test_bits_of_chunks_and_single_rows_with_values_in_runs(
@@ -566,9 +570,10 @@ def assert_is_caught(
     new: str,
     kind: str,
     kv_bits: int | None = None,
+    value_dim: int = 64,
 ) -> None:
     """By the harness as a fault of that kind, or by comparison."""
-    case = make_case(*lengths, 6, 2, 32, 64)
+    case = make_case(*lengths, 6, 2, 32, value_dim)
     want = expected(case, page=32, dtype=mx.float32, kv_bits=kv_bits)
     plant(HEADERS, old, new)
     args = paged(case, kv_bits=kv_bits)
@@ -584,9 +589,11 @@ def assert_is_caught(
 @pytest.mark.parametrize(
     ("old", "new", "kind"),
     [
-        ("ushort(lane.pair * 8 + e)", "ushort(lane.row * 8 + e)", "wrong lane"),
-        ("ushort(lane.pair * 8 + e)", "ushort(e)", "result"),
-        ("scales[b][group * Page]", "scales[b][(group + 4096) * Page]", "out of bounds"),
+        ("ushort(lane.pair * 8 + b", "ushort(lane.row * 8 + b", "wrong lane"),
+        ("ushort(lane.pair * 8 + b", "ushort(b", "result"),
+        ("lane.pair % 2 == 0 ? even : odd", "even", "result"),
+        ("2 * b + lane.pair / 2", "lane.pair", "result"),
+        ("scales + group * Page", "scales + (group + 4096) * Page", "out of bounds"),
         ("page + slot * (DV / 2) + at * 16", "page + slot * (DV / 2) + at * 16 + 8", "misaligned access"),
         ("? of_scales[g]", "? of_scales[g ^ 1]", "result"),
     ],
@@ -598,6 +605,29 @@ def test_planted_fault_of_quantized_pools_is_caught(
     if "DV / 2" in old and kv_bits == 8:
         old, new = "page + slot * DV + column(block, 0, pair, 0)", "page + slot * DV + 4"
     assert_is_caught(host, plant, ([40, 270], [1, 1]), old, new, kind, kv_bits)
+
+
+SYNCED = "simdgroup_barrier(mem_flags::mem_threadgroup);\n    "
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "kind"),
+    [
+        (SYNCED + "UNROLLED", "UNROLLED", "uninitialised read"),
+        (SYNCED + "}", "}", "race"),
+        ("all[at] = ", "all[at + rows * 128] = ", "out of bounds"),
+        ("+ at % value_groups]", "]", "result"),
+        ("from + piece * 16", "from + piece * 16 + 8", "misaligned access"),
+        ("from + piece * 16", "from + piece * 65536", "out of bounds"),
+        ("uint(piece % 8 / 4)", "uint(piece % 8)", "wrong lane"),
+        ("n > most", "n >= most", "result"),
+        ("key >= first && key < end)", "key >= first && key + 1 < end)", "result"),
+    ],
+    ids=str,
+)
+def test_planted_fault_of_runs_is_caught(host: Host, plant: Plant, old: str, new: str, kind: str) -> None:
+    """Rows of 160 bytes, five groups."""
+    assert_is_caught(host, plant, ([40, 270], [1, 1]), old, new, kind, 8, 160)
 
 
 @pytest.mark.parametrize(

@@ -285,7 +285,11 @@ def test_planted_fault_in_whole_lines_is_caught(host: Host, plant: Plant, condit
 @pytest.mark.parametrize(
     ("old", "new", "kind"),
     [
-        ("share_scale(matrices[m], m, first, i, to);\n    }\n    " + BARRIER, "share_scale(matrices[m], m, first, i, to);\n    }", "uninitialised read"),
+        (
+            "share_scale(matrices[m], m, first, i, to);\n    }\n    " + BARRIER,
+            "share_scale(matrices[m], m, first, i, to);\n    }",
+            "uninitialised read",
+        ),
         ("head < min(lines, count)", "head < min(lines, count) - 1", "uninitialised read"),
         ("i < count; i += 32 * Simdgroups", "i <= count; i += 32 * Simdgroups", "out of bounds"),
         ("sums[Outputs + i][m];", "sums[i][m];", "value"),
@@ -293,7 +297,7 @@ def test_planted_fault_in_whole_lines_is_caught(host: Host, plant: Plant, condit
         ("sums[Which * Outputs + i][m] +=", "sums[i][m] +=", "value"),
         ("if constexpr (A == silu) return z / (1", "if constexpr (A == silu) return z / (2", "value"),
         ("int(simdgroup)) * (4 / N);", "int(simdgroup)) * (4 / N) + 1;", "unwritten output"),
-        ("int(simdgroup)) * (4 / N);", "int(simdgroup)) / 2 * (4 / N);", "race"),
+        ("int(simdgroup)) * (4 / N);", "int(simdgroup)) / 2 * (4 / N);", "out of bounds"),
         ("m < rows.count && at < outputs", "at < outputs", "out of bounds"),
         ("(m * kStep + lane * 8) / 4;", "(m * kStep + lane * 8) / 4 + 1;", "uninitialised read"),
         ("biases[1] = up_bias;", "biases[1] = up_bias + 4;", "out of bounds"),

@@ -44,7 +44,9 @@ class MatmulKernels:
     """Kernels made by `make`."""
 
     def __init__(self, make: KernelMaker) -> None:
-        header = "".join(maker.source(name) for name in ("unpack.h", "activation.h", "row_windows.h", "matmul.h"))
+        header = "".join(
+            maker.source(name) for name in ("unpack.h", "activation.h", "row_windows.h", "matmul.h")
+        )
         self._quantized_matmul = make(
             "quantized_matmul", ["x", "w", "scales", "biases", "bias"], ["y"], _QUANTIZED_MATMUL, header
         )
@@ -84,7 +86,12 @@ class MatmulKernels:
         computed = inputs[0].shape[0]
         (y,) = self._quantized_matmul(
             inputs=[x.reshape(rows, size), *inputs, x if bias is None else padded(bias, MIN_DEVICE_SIZE)],
-            template=[("T", x.dtype), *weight.template, *tiling.template_of(weight), ("HAS_BIAS", bias is not None)],
+            template=[
+                ("T", x.dtype),
+                *weight.template,
+                *tiling.template_of(weight),
+                ("HAS_BIAS", bias is not None),
+            ],
             output_shapes=[(rows, computed)],
             output_dtypes=[x.dtype],
             **tiling.launch(computed, 4, -(-rows // tiling.rows)),
