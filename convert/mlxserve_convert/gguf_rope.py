@@ -40,7 +40,9 @@ def _scaling(reader: ConfigReader, theta: float, rotated: int) -> dict[str, Any]
         return _longrope(reader, rotated)
     if ROPE_FACTORS in reader.tensors:
         if kind not in ("none", "llama3"):
-            raise reader.fail("rope.scaling.type", f"{str(kind)[:40]!r} together with {ROPE_FACTORS} is not supported")
+            raise reader.fail(
+                "rope.scaling.type", f"{str(kind)[:40]!r} together with {ROPE_FACTORS} is not supported"
+            )
         return _llama3_of(reader, theta, rotated)
     factor = reader.get("rope.scaling.factor", reader.get("rope.scale_linear", 1.0))
     if factor != 0:
@@ -56,7 +58,8 @@ def _scaling(reader: ConfigReader, theta: float, rotated: int) -> dict[str, Any]
     if kind == "yarn":
         return _yarn(reader, shortest_float(factor))
     raise reader.fail(
-        "rope.scaling.type", f"{str(kind)[:40]!r} is not supported, only none, linear, yarn, longrope and llama3"
+        "rope.scaling.type",
+        f"{str(kind)[:40]!r} is not supported, only none, linear, yarn, longrope and llama3",
     )
 
 
