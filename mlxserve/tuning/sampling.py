@@ -20,15 +20,16 @@ def prompt_ids(tokenizer: FolderTokenizer, template: ChatTemplate | None, prompt
 def sample_text(
     model: TrainingModel, tokenizer: FolderTokenizer, ids: tuple[int, ...], *, max_tokens: int
 ) -> str:
-    """What greedy decoding adds to ``ids``, up to an end token. The whole text is computed again for each
-    token, as training computes it: a few short answers do not need more."""
+    """What greedy decoding adds to ``ids``, up to an end token, with mlx-lm's caches."""
     model.module.eval()
-    tokens = list(ids)
+    caches = model.make_caches()
+    tokens, answer = list(ids), list[int]()
     for _ in range(max_tokens):
-        logits = model.last_logits(mx.array([tokens], dtype=mx.int32))
+        logits = model.next_logits(mx.array([tokens], dtype=mx.int32), caches)
         token = int(mx.argmax(logits).item())  # type: ignore[arg-type]
         if token in tokenizer.eos_ids:
             break
-        tokens.append(token)
+        answer.append(token)
+        tokens = [token]
     model.module.train()
-    return tokenizer.decode(tokens[len(ids) :])
+    return tokenizer.decode(answer)

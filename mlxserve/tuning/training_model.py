@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlxserve.models import training
 from mlxserve.models.loader import load_module
@@ -60,9 +61,15 @@ class TrainingModel:
         logits: Any = self.module(tokens)
         return logits
 
-    def last_logits(self, tokens: mx.array) -> mx.array:
-        """[V] of the last token of one row [1, L]."""
-        return self.logits(tokens)[0, -1]
+    def make_caches(self) -> list[Any]:
+        """mlx-lm's own caches of one row."""
+        caches: list[Any] = make_prompt_cache(self.module)
+        return caches
+
+    def next_logits(self, tokens: mx.array, caches: list[Any]) -> mx.array:
+        """[V] of the last of some tokens [1, L] that follow what the caches hold."""
+        logits: mx.array = self.module(tokens, caches)
+        return logits[0, -1]
 
 
 def load_training_model(folder: Path) -> TrainingModel:
