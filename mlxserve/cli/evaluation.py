@@ -80,6 +80,7 @@ def _perplexity(folder: Path, adapter: Path | None, examples: list[Example], max
     model = load_training_model(folder)
     if adapter is not None:
         attach_adapter(model.module, read_adapter(adapter))
+    model.start()
     result = measure_perplexity(model, examples, max_length)
     del model
     mx.clear_cache()

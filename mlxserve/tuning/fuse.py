@@ -24,6 +24,9 @@ FuseBits = Literal["auto", "keep", "floats"]
 
 MAX_LOST = 0.25
 """Rounding error over change, by their Frobenius norms, that a fused layer may have."""
+MAX_LOST_WIDE = 1.0
+"""The same from 8 bits on: there, steps are small beside the weights, and errors are noise that does not
+bring the base back."""
 _BLOCK_ELEMENTS = 1 << 22
 
 
@@ -110,13 +113,13 @@ def fused_plan(
             fused, layer = _fused(target, change, bits)
             targets.append(fused)
             layers.append(layer)
-    lost = [layer for layer in layers if layer.lost > MAX_LOST]
+    lost = [layer for layer in layers if layer.lost > _limit(layer.bits_after)]
     if lost:
         worst = max(lost, key=lambda layer: layer.lost)
         raise ConversionError(
             f"{len(lost)} of {len(layers)} changed layers would lose their change by rounding, the most "
             f"{worst.path}: an error of {worst.lost:.2f} times the change at {worst.bits_after} bits (limit "
-            f"{MAX_LOST}); use --bits auto or --dequantize"
+            f"{_limit(worst.bits_after)}); use --bits auto or --dequantize"
         )
     return replace(plan, targets=tuple(targets)), tuple(layers)
 
@@ -180,11 +183,17 @@ def _fused(target: Target, change: LayerChange, bits: FuseBits) -> tuple[Target,
     candidates = _candidates(target, bits)
     losses = _lost(weight, candidates, target.dtype)
     # Without a change that fits none, the last is the best there is.
-    chosen = next((i for i, lost in enumerate(losses) if lost <= MAX_LOST), len(losses) - 1)
+    limits = [_limit(None if layout is None else layout.bits) for layout in candidates]
+    fitting = [i for i, (lost, limit) in enumerate(zip(losses, limits, strict=True)) if lost <= limit]
+    chosen = fitting[0] if fitting else len(losses) - 1
     layout = candidates[chosen]
     fused = replace(target, weight=weight, layout=layout, is_kept=False)
     after = None if layout is None else layout.bits
     return fused, FusedLayer(change.path, before, after, losses[chosen])
+
+
+def _limit(bits: int | None) -> float:
+    return MAX_LOST if bits is not None and bits < 8 else MAX_LOST_WIDE
 
 
 def _candidates(target: Target, bits: FuseBits) -> list[Layout | None]:
