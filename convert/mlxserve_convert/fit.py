@@ -213,7 +213,7 @@ def footprint(config: Mapping[str, Any], source: Path, bits: Iterable[int | None
     for wanted in bits:
         layouts = {}
         if wanted is not None:
-            recipe = recipe_of(ConvertOptions(bits=wanted), modules)
+            recipe = recipe_of(ConvertOptions(bits=wanted, recipe="uniform"), modules)
             for path, module in modules.items():
                 choice = recipe(module)
                 layouts[path] = None if choice is None else layout_config(choice, module.shape[-1], dtype)

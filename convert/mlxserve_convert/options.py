@@ -18,6 +18,8 @@ GROUP_SIZES = (32, 64, 128)
 DTYPES = ("float16", "bfloat16", "float32")
 DEFAULT_BITS = 4
 DEFAULT_GROUP_SIZE = 64
+DEFAULT_TARGET_BPW = 4.5
+RECIPES = ("default", "uniform", "mixed", "experts-low", "auto")
 MODES: dict[str, tuple[int, int] | None] = {
     "affine": None,
     "mxfp4": (4, 32),
@@ -45,7 +47,8 @@ OnProgress = Callable[[Progress], None]
 @dataclass(frozen=True, slots=True)
 class ConvertOptions:
     """``bits``, ``mode`` and ``recipe`` None: a quantized source keeps its layouts, a float source becomes
-    affine 4-bit. ``dtype`` None: the source's. ``dequantize``: everything becomes floats. ``memory_limit``
+    affine 4-bit. ``dtype`` None: the source's. ``dequantize``: everything becomes floats. ``target_bpw``
+    (None: 4.5) is what ``recipe`` "auto" may take, in bits a parameter. ``memory_limit``
     bounds the anonymous memory in bytes (None: a quarter of the machine's). ``check`` "auto" compares the
     result with the source where both fit, "force" keeps the result even if they differ too much.
     ``lost_formats``: what becomes, in an import, of quantized formats that MLX has no layout for: "float" is
@@ -87,10 +90,28 @@ class ConvertOptions:
                 "--lost-formats is for imports in the source's own formats: --bits, --group-size, --mode, "
                 "--recipe and --dequantize do not go with it"
             )
+        self._check_recipe()
         if self.dequantize and self.wants_quantization:
             raise UsageError(
                 "--dequantize makes floats: --bits, --group-size, --mode and --recipe do not go with it"
             )
+
+    def _check_recipe(self) -> None:
+        if self.recipe is not None and self.recipe not in RECIPES:
+            raise UsageError(f"--recipe {self.recipe} is not possible, only: {', '.join(RECIPES)}")
+        if self.recipe not in (None, "uniform") and self.mode not in (None, "affine"):
+            raise UsageError(f"--recipe {self.recipe} is for --mode affine, not {self.mode}")
+        if self.recipe == "auto" and (self.bits is not None or self.group_size is not None):
+            raise UsageError(
+                "--recipe auto chooses bits and groups: --bits and --group-size do not go with it, "
+                "--target-bpw says the size"
+            )
+        if self.target_bpw is None:
+            return
+        if self.recipe != "auto":
+            raise UsageError("--target-bpw is for --recipe auto")
+        if not 2 <= self.target_bpw <= 16:
+            raise UsageError(f"--target-bpw {self.target_bpw:g} is not possible, only: 2 to 16")
 
     def _check_fixed(self, bits: int, group_size: int) -> None:
         if self.bits not in (None, bits):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -14,7 +14,8 @@ from mlxserve.models.architectures import build_model, config_fields
 from mlxserve.models.rope_config import settle_rope
 from mlxserve_convert.checkpoint import Checkpoint
 from mlxserve_convert.layouts import layout_config, quantization_config
-from mlxserve_convert.options import ConvertOptions, PlannedTensor
+from mlxserve_convert.measured_recipe import measured_recipe
+from mlxserve_convert.options import DEFAULT_TARGET_BPW, ConvertOptions, PlannedTensor
 from mlxserve_convert.recipes import Choice, Module, Recipe, recipe_of
 from mlxserve_convert.tracing import sanitized
 from mlxserve_convert.weights import Layout, Weight
@@ -112,11 +113,19 @@ def make_plan(checkpoint: Checkpoint, options: ConvertOptions) -> Plan:
             f"than either{'' if checkpoint.is_mlx else '; without --bits it is imported as it is'}"
         )
     modules = modules_of(model)
-    recipe = recipe_of(options, modules)
+    dtypes = {name: _float_dtype(weight, options, checkpoint.float_dtype) for name, weight in weights.items()}
+    importance: dict[str, mx.array] = {}
+    if options.recipe == "auto":
+        target_bpw = options.target_bpw or DEFAULT_TARGET_BPW
+        measured = measured_recipe(checkpoint, model, weights, modules, dtypes, target_bpw)
+        recipe, importance = measured.recipe, measured.importance
+    else:
+        recipe = recipe_of(options, modules)
 
     def targets_with(*, floats: bool) -> tuple[Target, ...]:
-        return tuple(
-            _target(
+        targets = []
+        for name in sorted(weights):
+            target = _target(
                 name,
                 weights[name],
                 modules,
@@ -124,10 +133,10 @@ def make_plan(checkpoint: Checkpoint, options: ConvertOptions) -> Plan:
                 options,
                 keeps=keeps,
                 floats=floats,
-                dtype=_float_dtype(weights[name], options, checkpoint.float_dtype),
+                dtype=dtypes[name],
             )
-            for name in sorted(weights)
-        )
+            targets.append(replace(target, importance=importance.get(target.module)))
+        return tuple(targets)
 
     targets = targets_with(floats=options.lost_formats != "8bit")
     if keeps and options.lost_formats == "auto" and not _stays_small(checkpoint, targets, options):

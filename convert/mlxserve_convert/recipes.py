@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlxserve_convert.mlx_checkpoint import DEFAULT_GROUP_SIZES, FIXED_BITS
-from mlxserve_convert.options import DEFAULT_BITS, ConvertOptions
+from mlxserve_convert.options import BITS, DEFAULT_BITS, ConvertOptions
+from mlxserve_convert.roles import Role, layer_of, role_of
 from mlxserve_convert.weights import Mode
 
 
@@ -35,8 +36,61 @@ Recipe = Callable[[Module], Choice | None]
 
 
 def recipe_of(options: ConvertOptions, modules: Mapping[str, Module]) -> Recipe:
-    """The recipe that the options ask for, over these modules."""
-    return uniform(options)
+    """The named recipe that the options ask for, over these modules."""
+    name = options.recipe or (DEFAULT_RECIPE if (options.mode or "affine") == "affine" else "uniform")
+    plain = uniform(options)
+    if name == "uniform":
+        return plain
+    rule = RULES[name]
+    bits = options.bits or DEFAULT_BITS
+    numbers = [number for path in modules if (number := layer_of(path)) is not None]
+    num_layers = max(numbers, default=-1) + 1
+
+    def choose(module: Module) -> Choice | None:
+        choice = plain(module)
+        if choice is None or isinstance(module.wish, dict):
+            return choice
+        layer = layer_of(module.path)
+        # A router decides where a token goes: the rest of its layer cannot make up for a wrong one.
+        is_router = role_of(module.path) == "router"
+        is_edge = layer is not None and layer in (0, num_layers - 1)
+        wanted = 8 if is_router else rule(role_of(module.path), bits, is_edge)
+        return Choice(choice.mode, wanted, choice.group_size)
+
+    return choose
+
+
+Rule = Callable[[Role, int, bool], int]
+"""Bits of a role, from those that were asked for and whether its layer is the first or the last."""
+
+
+def _more(bits: int, least: int = 6) -> int:
+    return max(bits, least)
+
+
+def _default(role: Role, bits: int, is_edge: bool) -> int:
+    return _more(bits) if role in ("embedding", "head") else bits
+
+
+def _mixed(role: Role, bits: int, is_edge: bool) -> int:
+    if role in ("embedding", "head", "value", "output", "down") or is_edge:
+        return _more(bits)
+    return bits
+
+
+def _experts_low(role: Role, bits: int, is_edge: bool) -> int:
+    if role == "expert":
+        return max((lower for lower in BITS if lower < bits), default=bits)
+    return _more(bits)
+
+
+RULES: dict[str, Rule] = {"default": _default, "mixed": _mixed, "experts-low": _experts_low}
+"""uniform: every module alike, but for what its architecture wants otherwise.
+default: embeddings and output head at 6 bits or more.
+mixed: attention's v and o, the MLP's down projection and the first and the last layer as well.
+experts-low: experts one step of bits lower, all else at 6 bits or more.
+Routers have 8 bits in all but uniform."""
+DEFAULT_RECIPE = "default"
 
 
 def uniform(options: ConvertOptions) -> Recipe:

@@ -13,9 +13,9 @@ from mlxserve.errors import ConversionError
 from mlxserve_convert.mapped_file import STORED_DTYPES
 from mlxserve_convert.options import OnProgress, PlannedTensor, Progress
 from mlxserve_convert.plan import Plan, Target
+from mlxserve_convert.rounding import quantized_rows
 from mlxserve_convert.shards import ShardedWriter, Stream
 from mlxserve_convert.weights import Packed
-from mlxserve_kernels import ops
 
 _MAX_BLOCK_ELEMENTS = 1 << 23
 _BYTES_PER_ELEMENT = 48
@@ -157,17 +157,7 @@ def _block(target: Target, start: int, stop: int) -> list[mx.array]:
     values = weight.read(start, stop).astype(target.dtype)
     mx.eval(values)
     _check_finite(target, values, start)
-    # A search clips outliers; 8 bits have steps enough to spare that.
-    is_searched = layout.mode == "affine" and layout.bits < 8
-    words, scales, biases = ops.quantize(
-        values,
-        group_size=layout.group_size,
-        bits=layout.bits,
-        mode=layout.mode,
-        effort=ops.SEARCH_EFFORT if is_searched else 0,
-        importance=target.importance if is_searched else None,
-    )
-    return list(Packed(words, scales, biases).parts())
+    return list(quantized_rows(values, layout, target.importance).parts())
 
 
 _EXPONENTS = {

@@ -34,6 +34,18 @@ def convert_command(
         str | None,
         typer.Option(metavar="MODE", help="affine, mxfp4, mxfp8 or nvfp4 (default: affine)."),
     ] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Which matrices get more or fewer bits: default, uniform, mixed, experts-low, or auto, "
+            "which measures what each one's bits are worth.",
+        ),
+    ] = None,
+    target_bpw: Annotated[
+        float | None,
+        typer.Option(metavar="BITS", help="With --recipe auto: bits a weight, all counted (default: 4.5)."),
+    ] = None,
     dtype: Annotated[
         str | None,
         typer.Option(metavar="TYPE", help="float16, bfloat16 or float32 (default: the source's)."),
@@ -96,6 +108,8 @@ def convert_command(
         dry_run=dry_run,
         mode=mode,
         check="never" if not check else "force" if force_result else "auto",
+        recipe=recipe,
+        target_bpw=target_bpw,
         memory_limit=memory_limit,
     )
     console = Console(stderr=True)

@@ -197,7 +197,8 @@ def add_byte_level_tokenizer(writer: gguf.GGUFWriter, size: int) -> None:
 
 def searched(values: mx.array, *, group_size: int, bits: int) -> tuple[mx.array, ...]:
     """Words, scales and biases as a conversion finds them: what they are worth is tested with the kernels."""
-    parts = ops.quantize(values, group_size=group_size, bits=bits, effort=ops.SEARCH_EFFORT)
+    effort = ops.SEARCH_EFFORT if bits < 8 else 0
+    parts = ops.quantize(values, group_size=group_size, bits=bits, effort=effort)
     return tuple(part for part in parts if part is not None)
 
 

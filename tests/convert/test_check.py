@@ -189,7 +189,7 @@ def test_the_card_keeps_the_licence_and_tells_what_was_done(source: Path, tmp_pa
     for expected in (
         "bits 4, group size 32",
         f"{report.bits_per_weight:.3f}",
-        "affine 4-bit group 32: 16",
+        "affine 4-bit group 32: 14",
         f"{report.proof.divergence.perplexity_b:.3f}",
         f"{report.proof.divergence.mean_kl:.5f} (no bound",
         "mlxserve serve path/to",

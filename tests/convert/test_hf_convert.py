@@ -65,7 +65,7 @@ def test_every_width_loads_in_mlx_lm_and_comes_near_the_source(
     config = {**LLAMA, "hidden_size": 128, "intermediate_size": 128}
     weights = random_weights(config)
     source = write_folder(tmp_path / "source", config, weights)
-    report = run(source, tmp_path / "out", bits=bits, group_size=group_size)
+    report = run(source, tmp_path / "out", bits=bits, group_size=group_size, recipe="uniform")
     model, _ = load_model(tmp_path / "out")
     found = logits(model, TOKENS)
     assert np.allclose(found, logits(dequantized_model(tmp_path / "out"), TOKENS), rtol=1e-3, atol=2e-2)
@@ -93,7 +93,7 @@ def test_source_dtype_is_kept(tmp_path: Path, dtype: mx.Dtype, num_shards: int) 
 def test_quantized_values_are_the_best_that_were_found(tmp_path: Path) -> None:
     weights = random_weights(LLAMA)
     source = write_folder(tmp_path / "source", LLAMA, weights)
-    run(source, tmp_path / "out", bits=4, group_size=64)
+    run(source, tmp_path / "out", bits=4, group_size=64, recipe="uniform")
     arrays = mx.load(str(tmp_path / "out" / "model.safetensors"))
     expected = searched(mx.array(weights[HEAD]), group_size=64, bits=4)
     for kind, values in zip(("weight", "scales", "biases"), expected, strict=True):
@@ -130,7 +130,7 @@ def test_matrices_that_no_group_divides_stay_and_are_listed(tmp_path: Path) -> N
     assert quantization["model.layers.0.self_attn.q_proj"]["group_size"] == 32
     assert quantization["model.layers.0.self_attn.o_proj"] is False  # 80 columns
     assert quantization["model.layers.1.mlp.down_proj"] is False  # 4304 columns
-    assert quantization["lm_head"] == {"group_size": 32, "bits": 4, "mode": "affine"}
+    assert quantization["lm_head"] == {"group_size": 32, "bits": 6, "mode": "affine"}
     assert len(report.unquantized_matrices) == 4
     num_bytes = sum(mx.load(str(tmp_path / "out" / "model.safetensors"))[n].nbytes for n in _names(tmp_path))
     assert report.bits_per_weight == pytest.approx(num_bytes * 8 / report.num_parameters)
@@ -361,7 +361,7 @@ def test_a_converted_folder_is_quantized_again_only_on_demand(tmp_path: Path) ->
     run(source, tmp_path / "eight", bits=8, group_size=32)
     with pytest.raises(ConversionError, match=r"MLX model already \(affine 8-bit\)"):
         run(tmp_path / "eight", tmp_path / "again")
-    report = run(tmp_path / "eight", tmp_path / "four", bits=4, group_size=32)
+    report = run(tmp_path / "eight", tmp_path / "four", bits=4, group_size=32, recipe="uniform")
     assert "is quantized already (affine 8-bit) and is quantized again" in report.warnings[0]
     eight = mx.load(str(tmp_path / "eight" / "model.safetensors"))
     four = mx.load(str(tmp_path / "four" / "model.safetensors"))
