@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import fields
 from pathlib import Path
 
+from mlxserve import __version__
 from mlxserve.errors import ConversionError
 from mlxserve_convert.check import Comparison, compare_with_source
 from mlxserve_convert.checkpoint import Checkpoint
@@ -40,7 +41,7 @@ def convert(
     with open_checkpoint(source) as checkpoint:
         _check_is_work(checkpoint, options)
         plan = make_plan(checkpoint, options)
-        folder = OutputFolder(output, purpose=_purpose(checkpoint, options), force=options.force)
+        folder = OutputFolder(output, purpose=_purpose(checkpoint, options, plan), force=options.force)
         folder.check(plan.num_bytes)
         if options.dry_run:
             return _report(checkpoint, output, plan)
@@ -132,13 +133,13 @@ def _report(checkpoint: Checkpoint, output: Path, plan: Plan) -> ConvertReport:
     )
 
 
-def _purpose(checkpoint: Checkpoint, options: ConvertOptions) -> str:
-    """What decides every byte of the output: the source as it is now, and the options."""
+def _purpose(checkpoint: Checkpoint, options: ConvertOptions, plan: Plan) -> str:
+    """What decides every byte of the output: this version, the source as it is now, the options, and what
+    they came to."""
     wishes = [
         f"{f.name}={getattr(options, f.name)!r}" for f in fields(options) if f.name not in _NOT_IN_PURPOSE
     ]
-    return hashlib.sha256("\n".join([_FORMAT, checkpoint.identity, *wishes]).encode()).hexdigest()
-
-
-_FORMAT = "1"
-"""Goes up when the same source and options give other bytes."""
+    targets = [f"{target.name} {target.layout} {target.dtype} {target.is_kept}" for target in plan.targets]
+    return hashlib.sha256(
+        "\n".join([__version__, checkpoint.identity, *wishes, *targets]).encode()
+    ).hexdigest()
