@@ -148,7 +148,7 @@ class _Reader:
             return None
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < len(self._tokens):
             raise ConversionError(
-                f"{self._path}: tokenizer.ggml.{key} is {str(value)[:40]}, the vocabulary has "
+                f"{self._path}: tokenizer.ggml.{key} is {repr(value)[:40]}, the vocabulary has "
                 f"{len(self._tokens)} tokens"
             )
         return value
@@ -223,7 +223,9 @@ class _Reader:
         left, _, right = merge[1:].partition(" ")
         pair = [merge[:1] + left, right]
         if any(part not in vocabulary for part in (*pair, "".join(pair))):
-            raise ConversionError(f"{self._path}: merge {merge!r} joins tokens that the vocabulary lacks")
+            raise ConversionError(
+                f"{self._path}: merge {merge[:100]!r} joins tokens that the vocabulary lacks"
+            )
         return pair
 
     def _sentence_piece(self) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from mlxserve_convert.front_matter import read_front_matter
 from mlxserve_convert.mapped_file import STORED_DTYPES, MappedFile, StoredWeight
 from mlxserve_convert.methods.method import floats_dtype
 from mlxserve_convert.mlx_checkpoint import join_packed, mlx_quantization
+from mlxserve_convert.naming import text_config, text_weights
 from mlxserve_convert.options import DTYPES
 from mlxserve_convert.prequantized import SIDE_FILES, check_plain, find_prequantized
 from mlxserve_convert.torch_file import has_torch_files, read_torch_folder
@@ -35,7 +36,8 @@ def open_hf(path: Path) -> Checkpoint:
     """Raises ConversionError or ModelLoadError with one line for whatever is missing, damaged or unknown."""
     if not (path / "config.json").is_file():
         raise ConversionError(f"{path}: not a model folder, config.json is missing")
-    config = read_json_object(path / "config.json")
+    whole_config = read_json_object(path / "config.json")
+    config = text_config(whole_config)
     check_model_type(config, path)
     settings = mlx_quantization(config)
     prequantized = None if settings is not None else find_prequantized(config, path)
@@ -47,6 +49,7 @@ def open_hf(path: Path) -> Checkpoint:
         weights = prequantized.decode(weights, prequantized.settings, str(path))
     if settings is None and prequantized is None:
         check_plain(weights, path)
+    weights, notes = text_weights(weights, whole_config, is_taken_out=config is not whole_config, path=path)
     _check_floats(weights, path)
     return Checkpoint(
         path=path,
@@ -58,6 +61,7 @@ def open_hf(path: Path) -> Checkpoint:
         keeps_layouts=any(weight.is_quantized for weight in weights.values()),
         is_mlx=settings is not None,
         float_dtype=None if prequantized is None else _float_dtype(config, weights),
+        warnings=notes,
         close=lambda: _close(files),
         card=read_front_matter(path / "README.md"),
     )

@@ -15,11 +15,13 @@ from mlxserve.models.rope_config import settle_rope
 from mlxserve_convert.checkpoint import Checkpoint
 from mlxserve_convert.layouts import layout_config, quantization_config
 from mlxserve_convert.measured_recipe import measured_recipe
+from mlxserve_convert.naming import check_experts, nested_names, split_fused_experts
 from mlxserve_convert.options import DEFAULT_TARGET_BPW, ConvertOptions, PlannedTensor
 from mlxserve_convert.recipes import Choice, Module, Recipe, recipe_of
 from mlxserve_convert.tracing import sanitized
 from mlxserve_convert.weights import Layout, Weight
 
+_TIE = "tie_word_embeddings"
 _HEAD = "lm_head.weight"
 _EMBEDDING = "embed_tokens.weight"
 _OLD_ROPE_BUFFER = "rotary_emb.inv_freq"
@@ -103,7 +105,7 @@ def make_plan(checkpoint: Checkpoint, options: ConvertOptions) -> Plan:
     if not checkpoint.are_names_final:
         _settle_head(checkpoint, config, warnings)
     model = build_model(config, path)
-    weights = _named(checkpoint, model)
+    weights = _named(checkpoint, model, config, warnings)
     weights = _checked_names(checkpoint, model, weights)
     keeps = checkpoint.keeps_layouts and not options.wants_quantization and not options.dequantize
     types = sorted({t for weight in weights.values() if weight.is_quantized for t in weight.source_types})
@@ -227,12 +229,18 @@ def modules_of(model: Any) -> dict[str, Module]:
     return found
 
 
-def _named(checkpoint: Checkpoint, model: Any) -> dict[str, Weight]:
-    """The weights under the names of mlx-lm's model."""
+def _named(
+    checkpoint: Checkpoint, model: Any, config: dict[str, Any], warnings: list[str]
+) -> dict[str, Weight]:
+    """The weights under the names of mlx-lm's model. What its ``sanitize`` leaves out is said."""
     if checkpoint.are_names_final:
         return dict(checkpoint.weights)
+    shapes = {name: tuple(value.shape) for name, value in tree_flatten(model.parameters())}
+    check_experts(checkpoint.weights, config, checkpoint.path)
+    sources = nested_names(checkpoint.weights, shapes, checkpoint.path)
+    dropped: list[str] = []
     try:
-        return sanitized(model, checkpoint.weights)
+        weights = sanitized(model, sources, dropped)
     except KeyError as error:
         raise ConversionError(f"{checkpoint.path}: tensor {error.args[0]!r} is missing") from error
     except (ValueError, IndexError, TypeError, AttributeError) as error:
@@ -240,6 +248,14 @@ def _named(checkpoint: Checkpoint, model: Any) -> dict[str, Weight]:
         raise ConversionError(
             f"{checkpoint.path}: the tensors do not fit the architecture: {reason}"
         ) from error
+    unused = [name for name in dropped if not name.endswith((_OLD_ROPE_BUFFER, _HEAD))]
+    if unused:
+        warnings.append(f"{_some(sorted(unused))} is not used by a {model.model_type} model and left out")
+    weights = split_fused_experts(weights, shapes)
+    if not config.get(_TIE):
+        return weights
+    # It equals the embedding (_settle_head), and not every sanitize leaves it out.
+    return {name: weight for name, weight in weights.items() if name in shapes or not name.endswith(_HEAD)}
 
 
 def _checked_names(checkpoint: Checkpoint, model: Any, weights: dict[str, Weight]) -> dict[str, Weight]:
@@ -285,20 +301,22 @@ def _settle_head(checkpoint: Checkpoint, config: dict[str, Any], warnings: list[
     refused. No flag: tied if there is no head, and the flag is written.
     """
     nested = config.get("text_config")
-    place = config
-    if "tie_word_embeddings" not in config and isinstance(nested, dict) and "tie_word_embeddings" in nested:
-        place = config["text_config"] = dict(nested)
-    flag = place.get("tie_word_embeddings")
+    places = [config]
+    if isinstance(nested, dict):
+        # Models read one or the other; the text part knows better, and both are written.
+        config["text_config"] = dict(nested)
+        places = [config["text_config"], config]
+    flag = next((place[_TIE] for place in places if place.get(_TIE) is not None), None)
     weights = checkpoint.weights
     head = next((name for name in weights if name.endswith(_HEAD)), None)
     embedding = next((name for name in weights if name.endswith(_EMBEDDING)), None)
     if embedding is None:
         return
     if flag is None:
-        place["tie_word_embeddings"] = head is None
-        warnings.append(f"config.json does not say whether the head is tied, it is written as {head is None}")
+        flag = head is None
+        warnings.append(f"config.json does not say whether the head is tied, it is written as {flag}")
     elif flag and head is not None and not are_equal(weights[head], weights[embedding]):
-        place["tie_word_embeddings"] = False
+        flag = False
         warnings.append(
             f"config.json ties the head, but {head} differs from the embedding: it is kept, untied"
         )
@@ -306,6 +324,8 @@ def _settle_head(checkpoint: Checkpoint, config: dict[str, Any], warnings: list[
         raise ConversionError(
             f"{checkpoint.path}: config.json does not tie the head, but {_HEAD} is not in the files"
         )
+    for place in places:
+        place[_TIE] = flag
 
 
 _COMPARED_ELEMENTS = 1 << 22

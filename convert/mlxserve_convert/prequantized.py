@@ -94,7 +94,7 @@ def _known(settings: Mapping[str, Any], path: Path) -> Prequantized:
     if method is None:
         raise ConversionError(
             f"{path}: has a quantization that is not known, without a quant_method: "
-            f"{', '.join(sorted(map(str, settings)))}"
+            f"{', '.join(sorted(repr(str(key))[:40] for key in settings))}"
         )
     known = _METHODS.get(method) if isinstance(method, str) else None
     if known is None:

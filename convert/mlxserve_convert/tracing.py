@@ -32,13 +32,21 @@ from mlxserve_convert.weights import (
 _MODELS = "mlx_lm.models."
 
 
-def sanitized(model: Any, weights: Mapping[str, Weight]) -> dict[str, Weight]:
-    """``model.sanitize`` on weights. Raises what it raises for tensors that do not fit."""
+def sanitized(
+    model: Any, weights: Mapping[str, Weight], dropped: list[str] | None = None
+) -> dict[str, Weight]:
+    """``model.sanitize`` on weights. Raises what it raises for tensors that do not fit.
+
+    To ``dropped`` go the names of those that it neither gives back nor computes with.
+    """
     if not hasattr(model, "sanitize"):
         return dict(weights)
     traced: dict[str, Any] = {name: Traced(weight) for name, weight in weights.items()}
     with _recording():
-        result = model.sanitize(traced)
+        result = model.sanitize(dict(traced))
+    if dropped is not None:
+        kept = {id(value) for value in result.values()}
+        dropped += [name for name, value in traced.items() if not value.is_used and id(value) not in kept]
     return {
         name: value.weight if isinstance(value, Traced) else _leaf(value) for name, value in result.items()
     }
@@ -74,31 +82,38 @@ class Traced:
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, weight: Weight) -> None:
-        self.weight = weight
+        self._weight = weight
+        self.is_used = False
+        """Whether its values went anywhere; looking at its shape is no use."""
+
+    @property
+    def weight(self) -> Weight:
+        self.is_used = True
+        return self._weight
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.weight.shape
+        return self._weight.shape
 
     @property
     def dtype(self) -> mx.Dtype:
-        return self.weight.dtype
+        return self._weight.dtype
 
     @property
     def ndim(self) -> int:
-        return len(self.weight.shape)
+        return len(self._weight.shape)
 
     @property
     def size(self) -> int:
-        return self.weight.num_elements
+        return self._weight.num_elements
 
     @property
     def nbytes(self) -> int:
-        return self.weight.num_bytes
+        return self._weight.num_bytes
 
     @property
     def itemsize(self) -> int:
-        return self.weight.dtype.size
+        return self._weight.dtype.size
 
     def __len__(self) -> int:
         return self.shape[0]

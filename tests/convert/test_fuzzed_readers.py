@@ -15,6 +15,7 @@ from mlxserve.models.architectures import build_model
 from mlxserve.models.safetensors_file import read_header
 from mlxserve_convert.gguf_file import GGUFFile
 from mlxserve_convert.gguf_tokenizer import read_tokenizer
+from mlxserve_convert.prequantized import find_prequantized
 from tests.convert.checkpoints import LLAMA
 from tests.convert.mutations import Readers
 
@@ -162,15 +163,19 @@ def test_hostile_gguf_headers(
         ({"token_type": [1, "x"]}, "no list of integers"),
         ({"bos_token_id": True}, "bos_token_id is True"),
         ({"bos_token_id": 2}, "bos_token_id is 2"),
+        ({"bos_token_id": "a\nb"}, r"bos_token_id is 'a\\nb'"),
         ({"model": "gpt2", "pre": "llama-bpe", "merges": 5}, "merges is no list of texts"),
         ({"model": "gpt2", "pre": "llama-bpe", "merges": [""]}, "joins tokens that the vocabulary lacks"),
+        ({"model": "gpt2", "pre": "llama-bpe", "merges": ["x" * 5000]}, "joins tokens that"),
     ],
 )
 def test_hostile_tokenizers(changes: dict[str, Any], message: str) -> None:
     values = {"model": "llama", "tokens": ["a", "b"], "scores": [0.0, -1.0], **changes}
     metadata = {f"tokenizer.ggml.{key}": value for key, value in values.items()}
-    with pytest.raises(ConversionError, match=message):
+    with pytest.raises(ConversionError, match=message) as error:
         read_tokenizer(metadata, Path("x.gguf"))
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 300
     with pytest.raises(ConversionError, match="chat_template is no text"):
         read_tokenizer(
             {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": ["a"], "tokenizer.ggml.scores": [0.0]}
@@ -183,3 +188,11 @@ def test_hostile_tokenizers(changes: dict[str, Any], message: str) -> None:
 def test_a_config_of_too_many_layers_is_not_built(depth: int) -> None:
     with pytest.raises(ModelLoadError, match="num_hidden_layers"):
         build_model({**LLAMA, "num_hidden_layers": depth}, Path("x"))
+
+
+def test_a_quantization_of_odd_names_is_refused_in_one_line(tmp_path: Path) -> None:
+    config = {**LLAMA, "quantization_config": {"a\nb": 1, "x" * 5000: 2}}
+    with pytest.raises(ConversionError, match="without a quant_method") as error:
+        find_prequantized(config, tmp_path)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 300

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 
 from mlxserve.models.architectures import build_model
+from mlxserve_convert.naming import split_fused_experts
 from mlxserve_convert.tracing import Traced, _recording, sanitized
 from mlxserve_convert.weights import Leaf, Weight
 
@@ -60,6 +62,32 @@ COMMON: dict[str, Any] = {
     "use_conv_bias": True,
     "use_bias": False,
     "time_step_rank": 4,
+    "use_qkv_bias": False,
+    "logits_scaling": 1.0,
+    "attention_multiplier": 1.0,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "n_shared_experts": 1,
+    "num_shared_experts": 1,
+    "routed_scaling_factor": 1.0,
+    "use_qk_norm": True,
+    "dim_model_base": 32,
+    "scale_depth": 1.0,
+    "scale_emb": 1.0,
+    "rotary_emb_base": 10000,
+    "rotary_pct": 0.5,
+    "num_layers": 2,
+    "linear_num_value_heads": 2,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 2,
+    "sliding_window_pattern": 2,
+    "shared_intermediate_size": 16,
+    "rotary_dim": 8,
+    "post_norm": False,
+    "qk_norm": True,
 }
 GPT2 = {"n_ctx": 64, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64}
 FAMILIES: dict[str, dict[str, Any]] = {name: {} for name in (
@@ -70,14 +98,113 @@ FAMILIES: dict[str, dict[str, Any]] = {name: {} for name in (
     "smollm3", "seed_oss", "internlm2", "internlm3", "qwen3_next", "helium", "minicpm", "nemotron", "phi",
     "gpt_neox", "granitemoe", "hunyuan_v1_dense", "mistral3", "gemma3", "bailing_moe", "apertus", "gpt2",
     "lfm2", "jamba", "falcon_h1", "minimax", "afmoe", "llama4_text", "recurrent_gemma", "rwkv7", "nemotron_h",
-    "granitemoehybrid", "exaone", "bitnet", "minicpm3", "plamo", "qwen", "olmo", "telechat3", "youtu_llm",
+    "granitemoehybrid", "exaone", "bitnet", "minicpm3", "plamo", "qwen", "telechat3", "youtu_llm",
+    "qwen3_5_moe", "qwen3_vl_moe", "llama4", "ernie4_5_moe", "lfm2_moe", "mimo", "gemma4_text",
 )}  # fmt: skip
 FAMILIES["gpt2"] = GPT2
 FAMILIES["deepseek_v2"] = {"rope_scaling": {"type": "yarn", "factor": 2.0}}
 FAMILIES["mistral3"] = {"text_config": {**COMMON, "model_type": "llama"}}
 FAMILIES["gemma3"] = {"text_config": {**COMMON, "model_type": "gemma3_text"}}
-MIN_FAMILIES = 25
+SLIDING = ["sliding_attention", "full_attention"]
+FAMILIES["olmo3"] = {"layer_types": SLIDING}
+FAMILIES["afmoe"] = {"layer_types": SLIDING, "num_dense_layers": 0}
+FAMILIES["exaone4"] = {"sliding_window_pattern": "LG"}
+FAMILIES["minicpm3"] = {
+    "rope_scaling": {
+        "type": "longrope",
+        "long_factor": [1.0] * 4,
+        "short_factor": [1.0] * 4,
+        "original_max_position_embeddings": 32,
+    }
+}
+FAMILIES["gemma4_text"] = {"layer_types": SLIDING, "num_kv_shared_layers": 0}
+FAMILIES["ernie4_5_moe"] = {
+    "moe_num_experts": 4,
+    "moe_k": 2,
+    "moe_layer_start_index": 0,
+    "moe_num_shared_experts": 1,
+}
+FAMILIES["mamba2"] = {"num_heads": 8, "n_groups": 1, "time_step_limit": [0.0, 1.0]}
+FAMILIES["lfm2"] = {
+    "conv_bias": False,
+    "conv_L_cache": 3,
+    "block_dim": 32,
+    "block_ff_dim": 48,
+    "block_multiple_of": 8,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_auto_adjust_ff_dim": False,
+    "full_attn_idxs": [1],
+}
+FAMILIES["lfm2_moe"] = {
+    **FAMILIES["lfm2"],
+    "layer_types": ["conv", "full_attention"],
+    "num_dense_layers": 0,
+    "use_expert_bias": True,
+}
+FAMILIES["jamba"] = {
+    "attn_layer_offset": 1,
+    "attn_layer_period": 2,
+    "expert_layer_offset": 0,
+    "expert_layer_period": 2,
+    "mamba_d_conv": 4,
+    "mamba_d_state": 4,
+    "mamba_expand": 2,
+}
+FAMILIES["llama4_text"] = {"intermediate_size_mlp": 48, "no_rope_layers": [1, 0]}
+FAMILIES["llama4"] = {
+    "text_config": {
+        **COMMON,
+        "model_type": "llama4_text",
+        "attention_chunk_size": 16,
+        "interleave_moe_layer_step": 1,
+        "intermediate_size_mlp": 48,
+        "num_experts_per_tok": 1,
+    }
+}
+FAMILIES["qwen3_vl_moe"] = {"text_config": {**COMMON, "model_type": "qwen3_moe"}}
+FAMILIES["qwen3_5_moe"] = {"text_config": {**COMMON, "model_type": "qwen3_5_moe_text"}}
+FAMILIES["recurrent_gemma"] = {
+    "conv1d_width": 4,
+    "logits_soft_cap": 30.0,
+    "attention_window_size": 16,
+    "block_types": ["recurrent", "attention"],
+}
+FAMILIES["rwkv7"] = {
+    "a_low_rank_dim": 4,
+    "v_low_rank_dim": 4,
+    "gate_low_rank_dim": 4,
+    "decay_low_rank_dim": 4,
+}
+FAMILIES["nemotron_h"] = {
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 8,
+    "mamba_proj_bias": False,
+    "ssm_state_size": 4,
+    "n_groups": 1,
+    "hybrid_override_pattern": "M*",
+    "time_step_limit": [0.0, 1.0],
+}
+FAMILIES["granitemoehybrid"] = {
+    "layer_types": ["mamba", "attention"],
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 4,
+    "mamba_d_conv": 4,
+    "mamba_n_groups": 1,
+    "mamba_proj_bias": False,
+    "mamba_conv_bias": True,
+}
+MIN_FAMILIES = 55
 NEEDED = {"llama", "gemma2", "phi3", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "mamba"}
+W_FAMILIES = ("mixtral", "phimoe", "minimax", "lfm2_moe")
+"""Families whose files call the three matrices of an expert w1, w3 and w2."""
+W_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+PER_EXPERT = (
+    "mixtral", "phimoe", "minimax", "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "deepseek_v2",
+    "deepseek_v3", "dots1", "glm4_moe", "bailing_moe", "afmoe", "lfm2_moe", "jamba", "ernie4_5_moe",
+)  # fmt: skip
+FUSED_ROWS = ("qwen3_5_moe", "qwen3_moe", "qwen2_moe", "glm4_moe")
+FUSED_COLUMNS = ("qwen3_vl_moe", "llama4")
 
 
 def built(model_type: str) -> Any | None:
@@ -100,6 +227,50 @@ def checkpoint_of(model: Any) -> dict[str, mx.array]:
             found[name] = array
     mx.eval(list(found.values()))
     return found
+
+
+def is_expert(name: str) -> bool:
+    return any(part in name for part in (".switch_mlp.", ".feed_forward.experts.", ".mlp.experts."))
+
+
+def one_by_one(model_type: str, model: Any) -> dict[str, mx.array]:
+    """The files of a mixture of experts: each matrix of each expert, under the family's names."""
+    found: dict[str, mx.array] = {}
+    for name, array in random_arrays(model).items():
+        if not is_expert(name):
+            found[name] = array
+            continue
+        place = re.sub(r"switch_mlp|experts", "experts.{}", name)
+        if model_type in W_FAMILIES:
+            part = name.split(".")[-2]
+            place = place.replace(part, W_NAMES[part])
+        found |= {place.format(expert): array[expert] for expert in range(array.shape[0])}
+    return found
+
+
+def fused(model: Any, *, is_transposed: bool) -> dict[str, mx.array]:
+    """The files with ``gate_up_proj`` of all experts in one tensor: the gate's half first."""
+    found: dict[str, mx.array] = {}
+    arrays = random_arrays(model)
+    for name, array in arrays.items():
+        if not is_expert(name):
+            found[name] = array
+            continue
+        place = name.replace("switch_mlp", "experts").removesuffix(".weight")
+        if place.endswith("down_proj"):
+            found[place] = array.swapaxes(1, 2) if is_transposed else array
+        elif place.endswith("gate_proj"):
+            both = mx.concatenate([array, arrays[name.replace("gate_proj", "up_proj")]], axis=1)
+            found[place.replace("gate_proj", "gate_up_proj")] = both.swapaxes(1, 2) if is_transposed else both
+    return found
+
+
+def random_arrays(model: Any) -> dict[str, mx.array]:
+    mx.random.seed(0)
+    return {
+        name: mx.random.normal(value.shape).astype(mx.float16)
+        for name, value in tree_flatten(model.parameters())
+    }
 
 
 def outcome(model: Any, arrays: dict[str, mx.array], *, is_traced: bool) -> dict[str, mx.array] | str:
@@ -134,6 +305,32 @@ def test_recorded_is_what_sanitize_does(model_type: str) -> None:
     if isinstance(expected, dict) and isinstance(found, dict):
         assert set(found) == set(expected)
         assert all(same_bits(found[name], expected[name]) for name in expected)
+
+
+def assert_all_found(model: Any, arrays: dict[str, mx.array]) -> None:
+    """Through all the steps of a conversion, every parameter gets the values that its module has."""
+    weights: dict[str, Weight] = {name: Leaf(array, "x") for name, array in arrays.items()}
+    shapes = {name: tuple(value.shape) for name, value in tree_flatten(model.parameters())}
+    found = split_fused_experts(sanitized(model, weights), shapes)
+    expected = random_arrays(model)
+    assert set(found) == set(expected)
+    experts = [name for name in expected if is_expert(name)]
+    assert experts
+    assert all(same_bits(in_blocks(found[name]), expected[name]) for name in experts)
+
+
+@pytest.mark.parametrize("model_type", PER_EXPERT)
+def test_experts_one_by_one(model_type: str) -> None:
+    model = built(model_type)
+    assert model is not None
+    assert_all_found(model, one_by_one(model_type, model))
+
+
+@pytest.mark.parametrize("model_type", [*FUSED_ROWS, *FUSED_COLUMNS])
+def test_experts_in_fused_tensors(model_type: str) -> None:
+    model = built(model_type)
+    assert model is not None
+    assert_all_found(model, fused(model, is_transposed=model_type in FUSED_COLUMNS))
 
 
 def test_enough_families_are_built() -> None:
