@@ -38,6 +38,7 @@ from mlxserve_convert import ConvertOptions, convert
 from mlxserve_convert import Progress as Written
 from mlxserve_convert.options import OnProgress
 from mlxserve_convert.output_folder import OutputBusyError
+from mlxserve_convert.torch_file import has_torch_files
 
 _BUSY_SECONDS = 0.5
 """Between looks at an import that another process is busy with."""
@@ -66,6 +67,11 @@ def prepare_model(name: str, *, console: Console) -> PreparedModel:
     path = fetch(source, console=console)
     if source.kind in ("builtin", "gguf") or path.suffix == ".gguf":
         path = _imported(path, console=console)
+    elif source.kind == "hub" and has_torch_files(path) and not any(path.glob("*.safetensors")):
+        raise ModelLoadError(
+            f"{source.name}: has PyTorch files only (pytorch_model*.bin), which are not run as they are; "
+            f"convert it first: mlxserve convert {source.name}"
+        )
     return PreparedModel("folder", source.name, path)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.cli.conftest import Result
-from tests.hub.stub_hub import StubHub, stub_hub
+from tests.hub.hub_stub import Hub, Repo
 from tests.tuning.case_28 import DROPS_OLD_THOUGHTS, write_model
 
 Run = Callable[..., Result]
@@ -117,26 +117,28 @@ def test_errors_are_one_line(
 
 
 @pytest.fixture
-def hub() -> Iterator[StubHub]:
-    with stub_hub() as hub:
+def hub() -> Iterator[Hub]:
+    with Hub() as hub:
         yield hub
 
 
-def test_a_hub_data_set_then_without_the_hub(run: Run, model: str, tmp_path: Path, hub: StubHub) -> None:
-    hub.files["owner/name"] = {
-        "README.md": b"# a data set",
-        "loader.py": b"raise SystemExit('never run')",
-        "main/train-00000.jsonl": jsonl([pair("a", "b")] * 3).encode(),
-        "main/test-00000.jsonl": jsonl([pair("c", "d")]).encode(),
-        "other/train-00000.jsonl": jsonl([pair("e", "f")]).encode(),
-    }
-    variables = {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "hf"), "HF_TOKEN": ""}
+def test_a_hub_data_set_then_without_the_hub(run: Run, model: str, tmp_path: Path, hub: Hub) -> None:
+    hub.data_sets["owner/name"] = Repo(
+        {
+            "README.md": b"# a data set",
+            "loader.py": b"raise SystemExit('never run')",
+            "main/train-00000.jsonl": jsonl([pair("a", "b")] * 3).encode(),
+            "main/test-00000.jsonl": jsonl([pair("c", "d")]).encode(),
+            "other/train-00000.jsonl": jsonl([pair("e", "f")]).encode(),
+        }
+    )
+    variables = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HF_TOKEN": ""}
     command = ("lora", "check-data", model, "--json", "--data")
     online = run(*command, "owner/name/main", HF_HUB_OFFLINE="0", **variables)
     assert online.code == 0
     splits = json.loads(online.out)["splits"]
     assert {name: split["rows"] for name, split in splits.items()} == {"train": 2, "valid": 1, "test": 1}
-    assert sorted(hub.fetched) == ["main/test-00000.jsonl", "main/train-00000.jsonl"]
+    assert sorted(hub.sent) == ["main/test-00000.jsonl", "main/train-00000.jsonl"]
     offline = run(*command, "owner/name/main", HF_HUB_OFFLINE="1", **variables)
     assert (offline.code, offline.out, offline.err) == (0, online.out, "")
     whole = run(*command, "owner/name", HF_HUB_OFFLINE="0", **variables)

@@ -1,4 +1,5 @@
-"""The hub's HTTP API on a free port: repositories from memory, faults on demand.
+"""The hub's HTTP API on a free port: repositories and data sets (none in Git LFS) from memory, faults on
+demand.
 
 Written from the public API (https://huggingface.co/docs/hub/api): model info, tree, and ``resolve``, which
 answers large files (Git LFS) with a redirect to another path.
@@ -54,6 +55,7 @@ class Hub:
     ``stall``: paths that stop half-way and send nothing more."""
 
     repos: dict[str, Repo] = field(default_factory=dict)
+    data_sets: dict[str, Repo] = field(default_factory=dict)
     cut_after: dict[str, list[int]] = field(default_factory=dict)
     damage: set[str] = field(default_factory=set)
     stall: set[str] = field(default_factory=set)
@@ -81,9 +83,11 @@ class Hub:
 
     async def _start(self) -> None:
         app = web.Application()
-        app.router.add_get("/api/models/{owner}/{name}", self._info)
-        app.router.add_get("/api/models/{owner}/{name}/revision/{revision:.+}", self._info)
-        app.router.add_get("/api/models/{owner}/{name}/tree/{revision}", self._tree)
+        for kind in ("models", "datasets"):
+            app.router.add_get(f"/api/{kind}/{{owner}}/{{name}}", self._info)
+            app.router.add_get(f"/api/{kind}/{{owner}}/{{name}}/revision/{{revision:.+}}", self._info)
+            app.router.add_get(f"/api/{kind}/{{owner}}/{{name}}/tree/{{revision}}", self._tree)
+        app.router.add_get("/datasets/{owner}/{name}/resolve/{revision}/{path:.+}", self._resolve)
         app.router.add_get("/{owner}/{name}/resolve/{revision}/{path:.+}", self._resolve)
         app.router.add_get("/lfs/{owner}/{name}/{path:.+}", self._content)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
@@ -92,11 +96,15 @@ class Hub:
         await site.start()
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
 
+    def _named(self, request: web.Request) -> Repo | None:
+        repos = self.data_sets if request.path.startswith(("/api/datasets/", "/datasets/")) else self.repos
+        return repos.get("{owner}/{name}".format(**request.match_info))
+
     def _repo(self, request: web.Request) -> Repo:
         self.requests.append(f"{request.method} {request.path}")
         if self.is_broken:
             raise web.HTTPServiceUnavailable
-        repo = self.repos.get("{owner}/{name}".format(**request.match_info))
+        repo = self._named(request)
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
         if repo is None or (repo.token is not None and given != repo.token):
             if repo is not None and repo.is_gated:
@@ -145,7 +153,9 @@ class Hub:
         self, request: web.Request, headers: dict[str, str] | None = None
     ) -> web.StreamResponse:
         path = request.match_info["path"]
-        content = self.repos["{owner}/{name}".format(**request.match_info)].files[path]
+        repo = self._named(request)
+        assert repo is not None
+        content = repo.files[path]
         if path in self.damage:
             content = content[:-1] + bytes([content[-1] ^ 1])
         begin, status = 0, 200

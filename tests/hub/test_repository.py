@@ -32,6 +32,7 @@ from mlxserve.hub import repository as repository_module
 from mlxserve.hub.pulls import Pull
 from mlxserve.hub.reference import RepoReference
 from tests.convert.checkpoints import LLAMA, random_weights, write_folder, write_gguf
+from tests.convert.torch_files import plain, save
 from tests.hub.hub_stub import COMMIT, Hub, Repo, sha256
 
 Run = Callable[..., tuple[int, str, str]]
@@ -274,6 +275,28 @@ def test_only_bin_files_are_chosen_where_nothing_else_is(hub: Hub, files: dict[s
     assert set(pull_repository(RepoReference("owner/bin")).files) == {"config.json", "pytorch_model.bin"}
     hub.repos["owner/none"] = Repo({"README.md": b"x"})
     assert "holds no model" in refusal(RepoReference("owner/none"))
+
+
+def test_a_repository_of_bin_files_is_converted_and_not_served(
+    hub: Hub, run: Run, files: dict[str, bytes], tmp_path: Path
+) -> None:
+    save(
+        tmp_path / "pytorch_model.bin",
+        {name: plain(name, values) for name, values in random_weights(LLAMA).items()},
+    )
+    texts = {name: content for name, content in files.items() if "safetensors" not in name}
+    content = (tmp_path / "pytorch_model.bin").read_bytes()
+    hub.repos["owner/bin"] = Repo({**texts, "pytorch_model.bin": content})
+    for command in (("serve",), ("generate", "--prompt", "hello")):
+        code, _, err = run(command[0], "owner/bin", *command[1:])
+        assert code == 1
+        assert err.splitlines()[-1] == (
+            "error: owner/bin: has PyTorch files only (pytorch_model*.bin), which are not run as they are; "
+            "convert it first: mlxserve convert owner/bin"
+        )
+    code, _, err = run("convert", "owner/bin")
+    assert (code, err) == (0, "")
+    assert list((tmp_path / "home" / "models").glob("bin-*/model.safetensors"))
 
 
 def test_convert_takes_a_repository(hub: Hub, run: Run, tmp_path: Path) -> None:
