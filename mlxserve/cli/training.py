@@ -24,6 +24,7 @@ from mlxserve.tuning.session import RunPlan, TrainRequest, train
 from mlxserve.tuning.settings import TrainSettings
 from mlxserve.tuning.trainer import EvalReport, Outcome, StepReport
 
+_EXIT_INTERRUPTED = 130
 _SHOWN_PROBLEMS = 10
 _SHOWN_LINES = 8
 _SHOWN_TEXT = 200
@@ -38,7 +39,8 @@ def run_training(
     prompts: Sequence[str] | None,
     as_json: bool,
 ) -> None:
-    """Trains, with progress on stderr and the outcome on stdout. Ctrl-C ends after the step at hand."""
+    """Trains, with progress on stderr and the outcome on stdout. Ctrl-C ends after the step at hand,
+    with exit code 130."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     prepared = prepare_model(model, console=console)
     if prepared.kind != "folder":
@@ -50,6 +52,8 @@ def run_training(
     with _stop_after_step() as stop, view:
         outcome = train(request, view, stop.is_set)
     _print_outcome(outcome, output, model, as_json=as_json)
+    if outcome.reason == "interrupted":
+        raise typer.Exit(_EXIT_INTERRUPTED)
 
 
 class _Stop:

@@ -21,7 +21,7 @@ import mlx.nn as nn
 
 from mlxserve.errors import UnsupportedModelError
 from mlxserve.models.training_cache import TrainingCache, bind_training_attention
-from mlxserve.models.training_layers import use_training_layers
+from mlxserve.models.training_layers import draw_dropout, use_training_layers
 from mlxserve_kernels import ops
 
 logger = logging.getLogger(__name__)
@@ -109,6 +109,7 @@ class TrainingModel:
         Raises UnsupportedModelError for segments where ``can_pack`` is False.
         """
         head, backbone = self._head, self._backbone
+        draw_dropout(self.module)
         targets, weights = targets.reshape(-1).astype(mx.int32), weights.reshape(-1).astype(mx.float32)
         if head is None or backbone is None:
             logits = self._call(self.module, tokens, segments)

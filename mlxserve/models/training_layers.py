@@ -106,6 +106,29 @@ def _untile(layer: nn.Module) -> None:
         layer[name] = part.reshape(*tiles.shape[:-3], -1, part.shape[-1])
 
 
+class TrainingDropout(nn.Dropout):
+    """``Dropout`` whose mask ``draw_dropout`` decides, so that blocks that are computed again in the backward
+    drop the same values."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        if self._p_1 == 1 or not self.training:
+            return x
+        key: mx.array | None = getattr(self, "key", None)
+        mask = mx.random.bernoulli(self._p_1, x.shape, key=key)
+        return (mask * x * (1 / self._p_1)).astype(x.dtype)
+
+
+def draw_dropout(model: nn.Module) -> None:
+    """A new mask for every dropout in use, from mlx's random state."""
+    layers = [m for m in model.modules() if isinstance(m, TrainingDropout) and m.training and m._p_1 < 1]
+    if not layers:
+        return
+    keys = mx.random.randint(0, 1 << 31, (len(layers), 2), dtype=mx.int64).astype(mx.uint32)
+    for layer, key in zip(layers, keys, strict=True):
+        # No parameter: neither saved nor trained.
+        object.__setattr__(layer, "key", key)
+
+
 class TrainingLoRALinear(LoRALinear):
     """``LoRALinear``: base and adapter are one operation, but with dropout."""
 
@@ -176,6 +199,7 @@ class TrainingSwitchGLU(SwitchGLU):
 
 
 _TRAINING_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Dropout: TrainingDropout,
     LoRALinear: TrainingLoRALinear,
     DoRALinear: TrainingDoRALinear,
     LoRAEmbedding: TrainingLoRAEmbedding,

@@ -24,6 +24,8 @@ FuseBits = Literal["auto", "keep", "floats"]
 
 MAX_LOST = 0.25
 """Rounding error over change, by their Frobenius norms, that a fused layer may have."""
+CLOSE_LOST = 0.02
+"""The same where ``MAX_LOST`` in each layer is too much for all of them together."""
 MAX_LOST_WIDE = 1.0
 """The same from 8 bits on: there, steps are small beside the weights, and errors are noise that does not
 bring the base back."""
@@ -93,9 +95,10 @@ class LayerChange:
 
 
 def fused_plan(
-    checkpoint: Checkpoint, plan: Plan, adapter: AdapterFolder, bits: FuseBits
+    checkpoint: Checkpoint, plan: Plan, adapter: AdapterFolder, bits: FuseBits, limit: float = MAX_LOST
 ) -> tuple[Plan, tuple[FusedLayer, ...]]:
     """The plan of the base with the adapter's layers changed. Reads the changed layers once, to measure.
+    ``limit`` is what ``auto`` allows a layer of fewer than 8 bits to lose.
 
     Raises UsageError for a layer that the base does not have or that has another shape, and ConversionError
     with the figures when ``keep`` would lose a change.
@@ -110,7 +113,7 @@ def fused_plan(
         elif isinstance(change, mx.array):
             targets.append(_replaced(target, change))
         else:
-            fused, layer = _fused(target, change, bits)
+            fused, layer = _fused(target, change, bits, limit)
             targets.append(fused)
             layers.append(layer)
     lost = [layer for layer in layers if layer.lost > _limit(layer.bits_after)]
@@ -177,14 +180,18 @@ def _as_floats(target: Target) -> Target:
     return replace(target, layout=None, is_kept=False)
 
 
-def _fused(target: Target, change: LayerChange, bits: FuseBits) -> tuple[Target, FusedLayer]:
+def _fused(target: Target, change: LayerChange, bits: FuseBits, limit: float) -> tuple[Target, FusedLayer]:
     weight = Changed(target.weight, change)
     before = None if target.layout is None else target.layout.bits
     candidates = _candidates(target, bits)
     losses = _lost(weight, candidates, target.dtype)
+    if losses is None:
+        # Even without a change, rounding again would not bring every value back.
+        same = _as_floats(target) if bits == "floats" else target
+        return same, FusedLayer(change.path, before, None if bits == "floats" else before, 0.0)
     # Without a change that fits none, the last is the best there is.
-    limits = [_limit(None if layout is None else layout.bits) for layout in candidates]
-    fitting = [i for i, (lost, limit) in enumerate(zip(losses, limits, strict=True)) if lost <= limit]
+    limits = [_limit(None if layout is None else layout.bits, limit) for layout in candidates]
+    fitting = [i for i, (lost, most) in enumerate(zip(losses, limits, strict=True)) if lost <= most]
     chosen = fitting[0] if fitting else len(losses) - 1
     layout = candidates[chosen]
     fused = replace(target, weight=weight, layout=layout, is_kept=False)
@@ -192,8 +199,8 @@ def _fused(target: Target, change: LayerChange, bits: FuseBits) -> tuple[Target,
     return fused, FusedLayer(change.path, before, after, losses[chosen])
 
 
-def _limit(bits: int | None) -> float:
-    return MAX_LOST if bits is not None and bits < 8 else MAX_LOST_WIDE
+def _limit(bits: int | None, narrow: float = MAX_LOST) -> float:
+    return narrow if bits is not None and bits < 8 else MAX_LOST_WIDE
 
 
 def _candidates(target: Target, bits: FuseBits) -> list[Layout | None]:
@@ -210,8 +217,8 @@ def _candidates(target: Target, bits: FuseBits) -> list[Layout | None]:
     return [own, *wider, None]
 
 
-def _lost(weight: Changed, candidates: list[Layout | None], dtype: mx.Dtype) -> list[float]:
-    """For each candidate the size of its rounding error over the size of the change."""
+def _lost(weight: Changed, candidates: list[Layout | None], dtype: mx.Dtype) -> list[float] | None:
+    """For each candidate the size of its rounding error over the size of the change; None without one."""
     errors = [0.0] * len(candidates)
     change = 0.0
     step = max(1, _BLOCK_ELEMENTS // max(weight.num_columns, 1))
@@ -221,7 +228,7 @@ def _lost(weight: Changed, candidates: list[Layout | None], dtype: mx.Dtype) -> 
         change += _squares(wanted - weight.base.read(start, stop).astype(mx.float32))
         for index, layout in enumerate(candidates):
             errors[index] += _squares(_rounded(wanted, layout, dtype) - wanted)
-    return [(error / change) ** 0.5 if change else 0.0 for error in errors]
+    return [(error / change) ** 0.5 for error in errors] if change else None
 
 
 def _rounded(values: mx.array, layout: Layout | None, dtype: mx.Dtype) -> mx.array:

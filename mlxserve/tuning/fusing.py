@@ -13,7 +13,7 @@ from mlxserve.errors import ConversionError, MlxserveError
 from mlxserve.models.adapter_folder import AdapterFolder, read_adapter
 from mlxserve.text.folder_tokenizer import load_tokenizer
 from mlxserve.tuning.attach import attach_adapter
-from mlxserve.tuning.fuse import FuseBits, FusedLayer, fused_plan
+from mlxserve.tuning.fuse import CLOSE_LOST, MAX_LOST, FuseBits, FusedLayer, fused_plan
 from mlxserve.tuning.training_model import load_training_model
 from mlxserve_convert.convert import open_checkpoint
 from mlxserve_convert.layouts import quantization_config
@@ -62,20 +62,30 @@ def fuse_adapter(
         # A float base stays what it is; "keeps" would make no difference, the default would quantize.
         is_quantized = any(weight.is_quantized for weight in checkpoint.weights.values())
         options = ConvertOptions(dequantize=bits == "floats" or not is_quantized)
-        plan = make_plan(checkpoint, options)
-        plan, layers = fused_plan(checkpoint, plan, adapter, bits)
-        plan = _with_config(plan)
-        folder = OutputFolder(
-            output, purpose=f"fuse {checkpoint.identity} {_identity(adapter)} {bits}", force=force
-        )
-        folder.check(plan.num_bytes)
-        with folder:
-            writer = StreamedOutput(plan, folder.path, memory_limit(None), None)
-            writer.write(on_progress)
-            write_json(folder.path / "config.json", plan.config)
-            checkpoint.write_texts(folder.path)
-            divergence, effect = _proof(base, adapter, folder.path) if check else (None, None)
-    return Fused(output, layers, plan.num_bytes, divergence, effect)
+        # Layers that each lose little may lose too much together: then ``auto`` allows them less.
+        limits = (MAX_LOST, CLOSE_LOST) if bits == "auto" and is_quantized and check else (MAX_LOST,)
+        for limit in limits:
+            plan, layers = fused_plan(checkpoint, make_plan(checkpoint, options), adapter, bits, limit)
+            plan = _with_config(plan)
+            purpose = f"fuse {checkpoint.identity} {_identity(adapter)} {bits} {limit}"
+            folder = OutputFolder(output, purpose=purpose, force=force)
+            folder.check(plan.num_bytes)
+            try:
+                with folder:
+                    StreamedOutput(plan, folder.path, memory_limit(None), None).write(on_progress)
+                    write_json(folder.path / "config.json", plan.config)
+                    checkpoint.write_texts(folder.path)
+                    divergence, effect = _proof(base, adapter, folder.path) if check else (None, None)
+            except _NotAlikeError:
+                if limit == limits[-1]:
+                    raise
+                continue
+            return Fused(output, layers, plan.num_bytes, divergence, effect)
+    raise AssertionError("unreachable: the last limit returns or raises")
+
+
+class _NotAlikeError(ConversionError):
+    """The fused model does not act like base plus adapter."""
 
 
 def _with_config(plan: Plan) -> Plan:
@@ -102,7 +112,7 @@ def _proof(base: Path, adapter: AdapterFolder, fused: Path) -> tuple[float, floa
     result = _log_probabilities(fused, ids)
     divergence, effect = _divergence(both, result), _divergence(both, plain)
     if not divergence <= max(SURE_DIVERGENCE, MAX_LEFT_OUT * effect):
-        raise ConversionError(
+        raise _NotAlikeError(
             f"the fused model does not act like base plus adapter: they differ by {divergence:.4f} nats a "
             f"token, the adapter's whole effect is {effect:.4f} (limit {MAX_LEFT_OUT:.0%} of it): nothing "
             "was kept; use --dequantize"

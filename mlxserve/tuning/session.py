@@ -21,7 +21,7 @@ from mlxserve.text.folder_tokenizer import FolderTokenizer, load_tokenizer
 from mlxserve.tuning.batches import Batches, evaluation_batches
 from mlxserve.tuning.checkpoints import Checkpoints, Saved
 from mlxserve.tuning.dataset import DataRequest, Dataset, DataSummary, TrainingDataError, load_dataset
-from mlxserve.tuning.lora_layers import add_low_rank, layer_kinds
+from mlxserve.tuning.lora_layers import add_low_rank, layer_kinds, load_adapter_weights
 from mlxserve.tuning.memory_plan import LayerShape, MemoryPlan, plan_memory
 from mlxserve.tuning.metrics import MetricsFile
 from mlxserve.tuning.report import write_report
@@ -113,8 +113,12 @@ def train(request: TrainRequest, watcher: Watcher, should_stop: Callable[[], boo
         seed=settings.seed,
     )
     num_steps, is_new_stage = _stage(settings, batches, saved)
+    if saved is not None:
+        batches.seek(saved.progress["progress"]["data"])
     model = load_training_model(request.folder)
     paths = prepare_model(model, settings)
+    if saved is not None:
+        load_adapter_weights(model.module, saved.weights, str(request.resume))
     model.start()
     if settings.pack and not model.can_pack:
         raise UsageError("this architecture cannot train on packed rows: use --no-pack")

@@ -138,7 +138,8 @@ MAY_CHANGE = frozenset({"eval_every", "eval_batches", "save_every", "report_ever
 
 def check_same(saved: Mapping[str, Any], wanted: TrainSettings, *, ignore: frozenset[str]) -> None:
     """Raises UsageError, naming the setting and both values, where a run cannot go on as it began."""
-    for name, value in msgspec.to_builtins(wanted).items():
+    # As JSON has it, whose lists are no tuples.
+    for name, value in msgspec.json.decode(msgspec.json.encode(wanted)).items():
         before = saved.get(name)
         if name not in MAY_CHANGE | ignore and before != value:
             raise UsageError(f"the run to be resumed has {name} {before!r}, it cannot go on with {value!r}")

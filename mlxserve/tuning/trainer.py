@@ -153,7 +153,7 @@ class Trainer:
         """Goes on from a save. A new stage starts its schedule where the last one ended."""
         load_adapter_weights(self.model, saved.weights, where)
         state = dict(saved.optimizer)
-        _random_state()[0] = state.pop(_RANDOM)
+        _set_random_state(state.pop(_RANDOM))
         self._optimizer.state = tree_unflatten(list(state.items()))
         self.progress = msgspec.convert(saved.progress["progress"], Progress)
         if is_new_stage:
@@ -287,6 +287,12 @@ def _value(scalar: mx.array) -> float:
 
 def _random_state() -> Any:
     return mx.random.state
+
+
+def _set_random_state(key: mx.array) -> None:
+    """mlx only takes a seed, whose two halves are the key."""
+    high, low = np.array(key).tolist()
+    mx.random.seed((high << 32) | low)
 
 
 def _norm(gradients: Any) -> mx.array:

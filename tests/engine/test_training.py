@@ -18,6 +18,7 @@ from mlx_lm.utils import load_model as load_stock
 from mlxserve.errors import UnsupportedModelError
 from mlxserve.models.loader import load_model
 from mlxserve.models.training import TrainingModel, checkpoint_blocks, train_on_kernels
+from mlxserve.models.training_layers import TrainingDropout
 from mlxserve_kernels import ops
 from tests.engine.test_fused import FAMILIES, tiny
 
@@ -157,17 +158,33 @@ def test_adapters_of_embedding_and_head(tmp_path: Path) -> None:
         assert not model.has_fused_head
 
 
-def test_dropout_is_drawn_as_mlx_lm_draws_it(tmp_path: Path) -> None:
+def test_dropout_is_the_same_when_blocks_are_computed_again(tmp_path: Path) -> None:
     module = stock(tmp_path / "llama", "llama")
     with_adapters(module, dropout=0.5)
-    module.train()
-    args = batch()
-    mx.random.seed(5)
-    want = value_and_gradients(module, stock_loss(module), *args)
     model = train_on_kernels(module)
-    assert module.training
-    mx.random.seed(5)
-    assert_same(value_and_gradients(module, model.loss, *args), want)
+    args = batch()
+    without = value_and_gradients(module, model.loss, *args)
+    module.train()
+
+    def drawn(seed: int) -> tuple[float, Gradients]:
+        mx.random.seed(seed)
+        return value_and_gradients(module, model.loss, *args)
+
+    plain, other = drawn(5), drawn(6)
+    assert len({plain[0], other[0], without[0]}) == 3
+    checkpoint_blocks(module)
+    assert_same(drawn(5), plain)
+
+
+def test_dropout_keeps_the_mean() -> None:
+    layer = TrainingDropout(0.25)
+    for key in (None, mx.random.key(1)):
+        object.__setattr__(layer, "key", key)
+        found = np.array(layer(mx.ones((100, 100))))
+        assert set(np.unique(found).tolist()) == {0.0, float(np.float32(1 / 0.75))}
+        assert abs(found.mean() - 1) < 0.05
+    layer.eval()
+    assert mx.all(layer(mx.ones(10)) == 1).item()
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-windowed", "gemma2"])
