@@ -74,6 +74,12 @@ def train_command(
     pack: Annotated[
         bool | None, typer.Option("--pack/--no-pack", help="Lay examples end to end (default: yes).")
     ] = None,
+    valid_share: Annotated[
+        float | None,
+        typer.Option(
+            metavar="X", help="Share of rows held out where there is no valid file (default: 0.05)."
+        ),
+    ] = None,
     skip_bad: Annotated[
         bool | None, typer.Option("--skip-bad", help="Leave bad rows out instead of refusing the data.")
     ] = None,
@@ -141,6 +147,7 @@ def train_command(
         "long_rows": long_rows,
         "mask": mask,
         "pack": pack,
+        "valid_share": valid_share,
         "skip_bad": skip_bad,
         "prompt_field": prompt_field,
         "completion_field": completion_field,
