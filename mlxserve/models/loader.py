@@ -41,6 +41,7 @@ from mlxserve.models.paged import (
 from mlxserve.models.rope_config import settle_rope
 from mlxserve.models.safetensors_file import read_tensors
 from mlxserve.models.stacked import StackedModel, stacked_model
+from mlxserve.models.tied_head import settle_tie
 from mlxserve_kernels import ops
 from mlxserve_kernels.dispatch import exact_products, reads_quantized, selection, use, using
 
@@ -224,8 +225,10 @@ def _build(folder: Path, config: dict[str, Any]) -> nn.Module:
     from mlx_lm.utils import load_model as load_mlx_lm
 
     quantization = _quantization(folder, config)
+    in_old_fields = settle_rope(config, config_fields(config, folder))
     settled = {
-        **settle_rope(config, config_fields(config, folder)),
+        **in_old_fields,
+        **settle_tie(in_old_fields, read_tensors(folder)[1]),
         "quantization": quantization,
         "quantization_config": quantization,
     }
