@@ -57,7 +57,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "smollm3": {},
     "seed_oss": {"attention_bias": False},
     "internlm2": {"bias": False},
-    "helium": {"attention_bias": False, "mlp_bias": False},
+    # mlx-lm's helium has a head in any case, and the tied one would not be used.
+    "helium": {"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False},
     "nemotron": {"partial_rotary_factor": 0.5, "norm_eps": 1e-5, "hidden_act": "relu2"},
     "gpt2": {
         "n_embd": 64,
