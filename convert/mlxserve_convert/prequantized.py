@@ -102,7 +102,7 @@ def _known(settings: Mapping[str, Any], path: Path) -> Prequantized:
         inner = inner if isinstance(inner, dict) else settings
         form = settings.get("format") or settings.get("fmt") or inner.get("quant_algo")
         raise ConversionError(
-            f"{path}: is quantized: quant_method {method!r}, format {form!r}, which is not supported "
+            f"{path}: is quantized: quant_method {method!r:.60}, format {form!r:.60}, which is not supported "
             f"(supported: {', '.join(_METHODS)}); convert from the unquantized checkpoint"
         )
     known.check(settings, str(path))

@@ -190,9 +190,19 @@ def test_a_config_of_too_many_layers_is_not_built(depth: int) -> None:
         build_model({**LLAMA, "num_hidden_layers": depth}, Path("x"))
 
 
-def test_a_quantization_of_odd_names_is_refused_in_one_line(tmp_path: Path) -> None:
-    config = {**LLAMA, "quantization_config": {"a\nb": 1, "x" * 5000: 2}}
-    with pytest.raises(ConversionError, match="without a quant_method") as error:
-        find_prequantized(config, tmp_path)
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"a\nb": 1, "x" * 5000: 2}, "without a quant_method"),
+        ({"quant_method": "x" * 5000}, "quant_method 'xxx"),
+        ({"quant_method": "fp8", "fmt": "x" * 5000}, "quant_method 'fp8', format 'xxx"),
+        ({"quant_method": "awq", "bits": "x" * 5000, "version": "gemm"}, "quant_method 'awq'.*bits 'xxx"),
+    ],
+)
+def test_odd_settings_of_a_quantization_are_refused_in_one_line(
+    tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConversionError, match=message) as error:
+        find_prequantized({**LLAMA, "quantization_config": settings}, tmp_path)
     assert "\n" not in str(error.value)
-    assert len(str(error.value)) < 300
+    assert len(str(error.value)) < 700

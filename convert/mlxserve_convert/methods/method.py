@@ -46,8 +46,8 @@ def refused(settings: Settings, where: str, reason: str, form: object = None) ->
     if form is None:
         form = settings.get("format") or settings.get("fmt") or settings.get("version")
     return ConversionError(
-        f"{where}: is quantized: quant_method {settings.get('quant_method')!r}, format {form!r}, which is "
-        f"not supported ({reason}); convert from the unquantized checkpoint"
+        f"{where}: is quantized: quant_method {settings.get('quant_method')!r}, format {form!r:.60}, which "
+        f"is not supported ({reason:.200}); convert from the unquantized checkpoint"
     )
 
 
