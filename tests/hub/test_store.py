@@ -66,7 +66,7 @@ def test_parts_of_a_split_model_have_one_import(tmp_path: Path) -> None:
 
 
 def test_convert_list_show_rm(run: Run, checkpoint: Path, home: Path) -> None:
-    code, out, _ = run("convert", str(checkpoint), "--bits", "4", "--group-size", "32")
+    code, out, _ = run("convert", str(checkpoint), "--bits", "4", "--group-size", "32", "--recipe", "uniform")
     assert code == 0
     folder = home / "models" / "source-4bit"
     assert f"Wrote {folder}: 16 matrices quantized, 0 left unquantized" in out
@@ -96,7 +96,7 @@ def test_convert_reports_as_json_and_plans_without_writing(
     code, out, _ = run("convert", "source", "-o", "out", "--dry-run", "--json")
     plan = json.loads(out)
     assert (code, plan["dry_run"], (tmp_path / "out").exists()) == (0, True, False)
-    assert {entry["bits"] for entry in plan["tensors"]} == {4, None}
+    assert {entry["bits"] for entry in plan["tensors"]} == {4, 6, None}
     code, out, _ = run("convert", "source", "-o", "out", "--dry-run")
     assert "lm_head.weight  float32 [320, 64]  4-bit, group size 64" in out
     code, out, _ = run("convert", "source", "-o", "out", "--json")
@@ -116,7 +116,7 @@ def test_convert_reports_as_json_and_plans_without_writing(
         ),
         (("convert", "source", "--mode", "mx4"), 2, "--mode mx4 is not possible, only: affine, mxfp4, mxfp8"),
         (("convert", "source", "--bits", "x"), 2, "Invalid value for '--bits'"),
-        (("convert", "source", "--recipe", "x"), 2, "No such option"),
+        (("convert", "source", "--recipe", "x"), 2, "--recipe x is not possible, only: default"),
         (("convert", "none"), 1, "no model is named 'none'"),
         (("convert", "source", "-o", "."), 1, "holds the source source"),
         (("convert", "source", "-o", "source", "--force"), 1, "holds the source source"),
