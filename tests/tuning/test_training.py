@@ -276,6 +276,19 @@ def test_a_finished_run_goes_on_for_more_steps(model: Path, data: Path, tmp_path
     assert outcome.step == 35
 
 
+def test_the_best_goes_along_to_another_folder(model: Path, data: Path, tmp_path: Path) -> None:
+    _, first = run(model, data, tmp_path / "run", iters=8, eval_every=4)
+    # So that no evaluation is better any more.
+    settings = {"iters": 2, "eval_every": 1}
+    progress = tmp_path / "run/state/progress.json"
+    value = json.loads(progress.read_text())
+    value["progress"]["best_loss"] = 1e-6
+    progress.write_text(json.dumps(value))
+    _, outcome = run(model, data, tmp_path / "more", resume=tmp_path / "run", **settings)
+    assert outcome.best_step == first.best_step
+    runs.assert_same_weights(runs.adapter(tmp_path / "more/best"), runs.adapter(tmp_path / "run/best"))
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rank": 16}, "rank 4, it cannot go on with 16"),
     ({"layers": 1}, "layers None, it cannot go on with 1"),
