@@ -68,6 +68,15 @@ class Checkpoints:
         _write_json(fresh / CONFIG, config)
         self._replace(fresh, self.folder / _BEST)
 
+    def adopt_best(self, other: Path) -> None:
+        """Takes over the best evaluation's parameters of the run that goes on in this folder."""
+        if other.resolve() == self.folder.resolve() or not (other / _BEST).is_dir():
+            return
+        fresh = self._fresh_folder(_BEST)
+        for name in (ADAPTERS, CONFIG):
+            shutil.copyfile(other / _BEST / name, fresh / name)
+        self._replace(fresh, self.folder / _BEST)
+
     def load(self) -> Saved:
         """The last save. Raises UsageError when there is none or it is damaged."""
         place = self._last(_STATE)

@@ -182,7 +182,8 @@ def _as_floats(target: Target) -> Target:
 
 def _fused(target: Target, change: LayerChange, bits: FuseBits, limit: float) -> tuple[Target, FusedLayer]:
     weight = Changed(target.weight, change)
-    before = None if target.layout is None else target.layout.bits
+    source = target.weight.layout or target.layout
+    before = None if source is None else source.bits
     candidates = _candidates(target, bits)
     losses = _lost(weight, candidates, target.dtype)
     if losses is None:

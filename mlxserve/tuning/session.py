@@ -147,8 +147,9 @@ def train(request: TrainRequest, watcher: Watcher, should_stop: Callable[[], boo
             listener,
             should_stop,
         )
-        if saved is not None:
+        if saved is not None and request.resume is not None:
             trainer.resume(saved, str(request.resume), is_new_stage=is_new_stage)
+            checkpoints.adopt_best(_run_folder(request.resume))
         prompts = _prompts(request, dataset, tokenizer, template)
         if saved is None:
             _sample_all(model, tokenizer, prompts, 0, listener)
@@ -243,12 +244,16 @@ def _saved(request: TrainRequest, checkpoints: Checkpoints) -> Saved | None:
     place = request.resume
     if not place.exists():
         raise UsageError(f"{place}: no such run to resume")
-    folder = place if place.is_dir() else place.parent
+    folder = _run_folder(place)
     if folder.resolve() != request.output.resolve() and checkpoints.has_state:
         raise UsageError(
             f"{request.output}: holds another run than the one to resume, choose another --output"
         )
     return Checkpoints(folder).load()
+
+
+def _run_folder(place: Path) -> Path:
+    return place if place.is_dir() else place.parent
 
 
 def _stage(settings: TrainSettings, batches: Batches, saved: Saved | None) -> tuple[int, bool]:

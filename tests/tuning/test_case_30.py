@@ -174,7 +174,8 @@ def test_k_a_small_change_survives_or_is_refused(tmp_path: Path) -> None:
 
 
 def test_l_dequantized_says_nothing_of_quantization(base_4bit: Path, adapters: Path, tmp_path: Path) -> None:
-    fuse_adapter(base_4bit, adapters, tmp_path / "out", bits="floats")
+    fused = fuse_adapter(base_4bit, adapters, tmp_path / "out", bits="floats")
+    assert {(layer.bits_before, layer.bits_after) for layer in fused.layers} == {(4, None)}
     assert not {"quantization", "quantization_config"} & config_of(tmp_path / "out").keys()
     names = {name for file in (tmp_path / "out").glob("*.safetensors") for name in load_file(file)}
     assert names and not [name for name in names if name.endswith((".scales", ".biases"))]

@@ -143,7 +143,7 @@ def test_the_first_20_losses_are_those_of_mlx_lm(
     }
     if pack:
         # Packing orders examples otherwise: each batch of the whole data is the same in any order.
-        same |= {"batch_size": 24, "iters": 6}
+        same |= {"batch_size": 24, "iters": 3}
     losses, _, weights = stock_run(folder, settings_of(data, **same), same["iters"])
     watcher, _ = run(folder, data, tmp_path / "out", **(same | {"pack": pack, "clip": 1e9}))
     assert np.abs(np.array(watcher.losses) - np.array(losses)).max() <= 1e-3
@@ -225,25 +225,25 @@ def flags(data: Path, output: Path, **settings: Any) -> list[str]:
 
 
 def test_a_killed_run_goes_on_exactly(model: Path, data: Path, tmp_path: Path) -> None:
-    settings = {"iters": 120, "save_every": 5, "dropout": 0.1, "learning_rate": 1e-3}
+    settings = {"iters": 60, "save_every": 3, "dropout": 0.1, "learning_rate": 1e-3}
     arguments = flags(data, tmp_path / "run", **settings)
     process = runs.start("lora", "train", model, *arguments)
-    runs.wait_for_step(process, 20)
+    runs.wait_for_step(process, 8)
     process.kill()
     process.communicate(timeout=runs.DEADLINE_S)
     assert process.returncode == -signal.SIGKILL
     before = runs.step_losses(tmp_path / "run")
-    assert 20 <= max(before) < 120
+    assert 8 <= max(before) < 60
     step = json.loads((tmp_path / "run/state/progress.json").read_text())["progress"]["step"]
-    assert step >= 15 and step % 5 == 0
+    assert step >= 6 and step % 3 == 0
     resumed = runs.start("lora", "train", model, *arguments, "--resume", tmp_path / "run", "--json")
     out, err = resumed.communicate(timeout=runs.DEADLINE_S)
     assert resumed.returncode == 0, err
     assert f"Going on after step {step}\n" in err
-    assert json.loads(out)["step"] == 120
+    assert json.loads(out)["step"] == 60
     whole, _ = run(model, data, tmp_path / "whole", **settings)
     after = runs.step_losses(tmp_path / "run")
-    assert list(after) == list(range(1, 121))
+    assert list(after) == list(range(1, 61))
     for number, loss in enumerate(whole.losses, start=1):
         assert abs(after[number] - loss) <= 1e-4
         assert number not in before or abs(before[number] - loss) <= 1e-4
@@ -274,6 +274,19 @@ def test_a_finished_run_goes_on_for_more_steps(model: Path, data: Path, tmp_path
     assert max(report.learning_rate for report in more.steps) == 1e-2
     _, outcome = run(model, data, tmp_path / "more", resume=tmp_path / "more", iters=5)
     assert outcome.step == 35
+
+
+def test_the_best_goes_along_to_another_folder(model: Path, data: Path, tmp_path: Path) -> None:
+    _, first = run(model, data, tmp_path / "run", iters=8, eval_every=4)
+    # So that no evaluation is better any more.
+    settings = {"iters": 2, "eval_every": 1}
+    progress = tmp_path / "run/state/progress.json"
+    value = json.loads(progress.read_text())
+    value["progress"]["best_loss"] = 1e-6
+    progress.write_text(json.dumps(value))
+    _, outcome = run(model, data, tmp_path / "more", resume=tmp_path / "run", **settings)
+    assert outcome.best_step == first.best_step
+    runs.assert_same_weights(runs.adapter(tmp_path / "more/best"), runs.adapter(tmp_path / "run/best"))
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
