@@ -98,7 +98,7 @@ def test_convert_reports_as_json_and_plans_without_writing(
     assert (code, plan["dry_run"], (tmp_path / "out").exists()) == (0, True, False)
     assert {entry["bits"] for entry in plan["tensors"]} == {4, 6, None}
     code, out, _ = run("convert", "source", "-o", "out", "--dry-run")
-    assert "lm_head.weight  float32 [320, 64]  4-bit, group size 64" in out
+    assert "lm_head.weight  float32 [320, 64]  6-bit, group size 64" in out
     code, out, _ = run("convert", "source", "-o", "out", "--json")
     report = json.loads(out)
     assert report["num_bytes"] == plan["num_bytes"]
