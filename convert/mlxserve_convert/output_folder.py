@@ -48,6 +48,7 @@ class OutputFolder:
                 raise ConversionError(
                     f"{self.target}: the output folder is not empty, use --force to replace it"
                 )
+        self._check_replaceable()
         parent = self._existing_parent()
         if not os.access(parent, os.W_OK | os.X_OK):
             raise ConversionError(f"{self.target}: cannot be written: no permission in {parent}")
@@ -56,6 +57,22 @@ class OutputFolder:
         if free < needed:
             raise ConversionError(
                 f"{self.target}: needs {needed / 1e9:.2f} GB, only {free / 1e9:.2f} GB are free in {parent}"
+            )
+
+    def _check_replaceable(self) -> None:
+        """Only what a conversion has written may be replaced, never a folder of other things."""
+        target = self.target.resolve()
+        if not self.target.exists():
+            return
+        if not target.is_dir():
+            raise ConversionError(f"{self.target}: the output exists and is a file, choose another name")
+        if Path.cwd().resolve().is_relative_to(target) or Path.home().resolve().is_relative_to(target):
+            raise ConversionError(
+                f"{self.target}: holds the current or the home folder, choose another output"
+            )
+        if any(target.iterdir()) and ((target / ".git").exists() or not (target / "config.json").is_file()):
+            raise ConversionError(
+                f"{self.target}: is no model folder (it has no config.json), --force does not replace it"
             )
 
     def _existing_parent(self) -> Path:
@@ -146,6 +163,7 @@ class OutputFolder:
             raise ConversionError(
                 f"{self.target}: was filled by someone else meanwhile, nothing was replaced"
             )
+        self._check_replaceable()
         replaced = self.target.with_name(f".{self.target.name}.replaced-{os.getpid()}")
         os.rename(self.target, replaced)
         return replaced

@@ -12,9 +12,12 @@ killed at any moment leaves the last whole save.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +49,28 @@ class Checkpoints:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """Makes the folder and keeps other runs out of it. Raises UsageError where one is in it."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            handle = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError as error:
+            raise UsageError(f"{self.folder}: cannot be written: {error.strerror}") from None
+        try:
+            self._lock(handle)
+            yield
+        finally:
+            os.close(handle)
+
+    def _lock(self, handle: int) -> None:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(
+                f"{self.folder}: another run is being trained there, choose another --output"
+            ) from None
 
     @property
     def has_state(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,6 +88,7 @@ def train(request: TrainRequest, watcher: Watcher, should_stop: Callable[[], boo
     do not do.
     """
     settings = request.settings
+    _check_output(request.output)
     checkpoints = Checkpoints(request.output)
     saved = _saved(request, checkpoints)
     tokenizer = load_tokenizer(request.folder)
@@ -131,6 +133,10 @@ def train(request: TrainRequest, watcher: Watcher, should_stop: Callable[[], boo
     watcher.on_plan(plan)
     config = adapter_config(request, model, paths)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(checkpoints.hold())
+        if saved is None:
+            # Another run may have come first.
+            _saved(request, checkpoints)
         after = None if saved is None else int(saved.progress["progress"]["step"])
         metrics = MetricsFile(request.output, after_step=after)
         stack.callback(metrics.close)
@@ -232,6 +238,17 @@ def data_request(settings: TrainSettings, *, valid_share: float | None = None) -
     )
 
 
+def _check_output(output: Path) -> None:
+    """Raises UsageError for a place where no folder can be written."""
+    place = output.absolute()
+    while not place.exists():
+        place = place.parent
+    if not place.is_dir():
+        raise UsageError(f"{output}: cannot be written: {place} is not a folder")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise UsageError(f"{output}: cannot be written: no permission in {place}")
+
+
 def _saved(request: TrainRequest, checkpoints: Checkpoints) -> Saved | None:
     """The save to go on from. A new run never overwrites another one."""
     if request.resume is None:
@@ -278,7 +295,7 @@ def _run_plan(
 ) -> RunPlan:
     module = model.module
     trained = sum(value.size for _, value in tree_flatten(module.trainable_parameters()))
-    whole = sum(value.size for _, value in tree_flatten(module.parameters()))
+    whole = sum(_num_elements(part) for _, part in module.named_modules())
     weights = sum(value.nbytes for _, value in tree_flatten(module.parameters()))
     num_layers = len(module.layers)
     first = 0 if settings.layers in (None, -1) else num_layers - (settings.layers or 0)
@@ -315,6 +332,16 @@ def _layer_shape(layer: nn.Module) -> LayerShape:
     visited = getattr(getattr(layer, "mlp", None), "top_k", 1)
     feed_forward = (sizes.get("up_proj") or sizes.get("gate_up_proj", 0) // 2 or 4 * hidden) * visited
     return LayerShape(hidden, queries, keys_values, feed_forward)
+
+
+def _num_elements(module: nn.Module) -> int:
+    """Of a module's own parameters; quantized weights count as what they stand for."""
+    own = {name: value for name, value in module.items() if isinstance(value, mx.array)}
+    if "scales" not in own:
+        return sum(value.size for value in own.values())
+    words = own["weight"]
+    packed = words.size * 32 // module.bits
+    return packed + sum(own[name].size for name in own if name not in ("weight", "scales", "biases"))
 
 
 def _outputs(module: Any) -> int:

@@ -106,17 +106,44 @@ def test_force_replaces_the_whole_folder_only_after_success(source: Path, tmp_pa
     output = tmp_path / "o" / "out"
     output.mkdir(parents=True)
     (output / "old.txt").write_text("old")
+    (output / "config.json").write_text("{}")
 
     def stop(progress: Progress) -> None:
         raise Stop
 
     with pytest.raises(Stop):
         convert(source, output, ConvertOptions(force=True), stop)
-    assert [path.name for path in output.iterdir()] == ["old.txt"]
+    assert sorted(path.name for path in output.iterdir()) == ["config.json", "old.txt"]
     convert(source, output, ConvertOptions(force=True))
     assert not (output / "old.txt").exists()
     assert (output / "model.safetensors").is_file()
     assert [path.name for path in output.parent.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("kind", ["data", "repository", "current", "home", "file"])
+def test_force_replaces_nothing_but_model_folders(
+    source: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "o"
+    (output / "inner").mkdir(parents=True)
+    (output / "thesis.txt").write_text("mine")
+    if kind != "data":
+        (output / "config.json").write_text("{}")
+    if kind == "repository":
+        (output / ".git").mkdir()
+    elif kind == "current":
+        monkeypatch.chdir(output / "inner")
+    elif kind == "home":
+        monkeypatch.setenv("HOME", str(output / "inner"))
+    before = sorted(path.name for path in output.iterdir())
+    place = output / "thesis.txt" if kind == "file" else output
+    with pytest.raises(ConversionError, match=r"no model folder|holds the current|is a file"):
+        convert(source, place, ConvertOptions(force=True))
+    if kind == "current":
+        with pytest.raises(ConversionError, match="holds the current"):
+            convert(source, Path(""), ConvertOptions(force=True))
+    assert sorted(path.name for path in output.iterdir()) == before
+    assert (output / "thesis.txt").read_text() == "mine"
 
 
 def test_an_output_below_a_file_is_refused(source: Path, tmp_path: Path) -> None:

@@ -117,3 +117,14 @@ def test_the_report_holds_all_it_needs(tmp_path: Path) -> None:
 
 def test_a_report_without_figures_is_written(tmp_path: Path) -> None:
     assert "No figures yet" in write_report(tmp_path, "x", {}).read_text()
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
+    first, second = Checkpoints(tmp_path / "run"), Checkpoints(tmp_path / "run")
+    with first.hold(), pytest.raises(UsageError, match="another run is being trained there"), second.hold():
+        pass
+    with second.hold():
+        pass
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot be written"), Checkpoints(tmp_path / "file").hold():
+        pass
