@@ -5,6 +5,7 @@ MlxserveError
 │   ├── UnsupportedFieldError      a field or value that this version does not support, by name
 │   ├── ContextLengthError         the prompt does not fit the context, with both numbers
 │   └── TemplateError              the chat template refused the messages, in its own words
+├── ForbiddenError                 allowed to others, not to this client (HTTP 403)
 ├── ModelNotFoundError             no such model (HTTP 404, exit code 1)
 ├── ModelLoadError                 a model folder or file that cannot be loaded, and why
 │   └── UnsupportedModelError      an architecture or format that this version does not serve
@@ -60,6 +61,12 @@ class TemplateError(InvalidRequestError):
     """The chat template raised, or cannot be rendered, for these messages."""
 
     code = "chat_template_error"
+
+
+class ForbiddenError(MlxserveError):
+    """What this client may not do."""
+
+    code = "forbidden"
 
 
 class ModelNotFoundError(MlxserveError):

@@ -10,10 +10,10 @@ import msgspec
 from aiohttp import web
 
 from mlxserve.engine.served_adapters import adapter_model_id, load_adapter
-from mlxserve.errors import InvalidRequestError, ModelLoadError
-from mlxserve.server.errors import INVALID_REQUEST, ErrorReply
+from mlxserve.errors import ForbiddenError, InvalidRequestError, ModelLoadError
 from mlxserve.server.keys import HAS_API_KEY, REGISTRY
-from mlxserve.server.status import ModelCard, model_card
+from mlxserve.server.openai.decode import decode_body
+from mlxserve.server.status import ModelCard, json_reply, model_card
 
 _JSON = "application/json"
 
@@ -39,7 +39,7 @@ class Deleted(msgspec.Struct):
 
 async def list_adapters(request: web.Request) -> web.Response:
     cards = [model_card(model) for model in request.app[REGISTRY] if model.parent is not None]
-    return _json(AdapterList(cards))
+    return json_reply(AdapterList(cards))
 
 
 async def add_adapter(request: web.Request) -> web.Response:
@@ -48,10 +48,7 @@ async def add_adapter(request: web.Request) -> web.Response:
     # A page in a browser can send any other type to a local server without asking.
     if request.content_type != _JSON:
         raise InvalidRequestError(f"the body must be sent as {_JSON}, not {request.content_type}")
-    try:
-        body = msgspec.json.decode(await request.read(), type=AdapterRequest)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequestError(f"the body is not an adapter request: {error}") from None
+    body = decode_body(await request.read(), AdapterRequest)
     registry = request.app[REGISTRY]
     base = registry.base(body.model)
     registry.reserve(adapter_model_id(base, body.name))
@@ -64,7 +61,7 @@ async def add_adapter(request: web.Request) -> web.Response:
         registry.release(adapter_model_id(base, body.name))
         raise
     registry.add(model)
-    return _json(model_card(model), status=201)
+    return json_reply(model_card(model), status=201)
 
 
 async def delete_adapter(request: web.Request) -> web.Response:
@@ -75,23 +72,16 @@ async def delete_adapter(request: web.Request) -> web.Response:
         raise InvalidRequestError(f"{model.id} is no adapter and stays", param="model")
     request.app[REGISTRY].remove(model.id)
     await asyncio.wrap_future(model.engine.drop_adapter(model.adapter_id))
-    return _json(Deleted(model.id))
+    return json_reply(Deleted(model.id))
 
 
 def _check_allowed(request: web.Request) -> None:
     """With an API key the request has shown it. Without one, only this machine may read its folders."""
     if request.app[HAS_API_KEY] or _is_local(request.remote):
         return
-    reply = ErrorReply(
-        403, INVALID_REQUEST, "adapters are loaded from this machine or with the API key", code="forbidden"
-    )
-    raise web.HTTPForbidden(body=reply.body, content_type=_JSON)
+    raise ForbiddenError("adapters are loaded from this machine or with the API key")
 
 
 def _is_local(remote: str | None) -> bool:
     """No address at all is a socket of this machine."""
     return remote is None or remote == "" or ipaddress.ip_address(remote.partition("%")[0]).is_loopback
-
-
-def _json(body: msgspec.Struct, *, status: int = 200) -> web.Response:
-    return web.Response(status=status, body=msgspec.json.encode(body), content_type=_JSON)

@@ -14,6 +14,7 @@ from aiohttp import web
 
 from mlxserve.errors import (
     EngineDeadError,
+    ForbiddenError,
     InvalidRequestError,
     MlxserveError,
     ModelNotFoundError,
@@ -76,6 +77,8 @@ def error_reply(error: Exception) -> ErrorReply:
     match error:
         case InvalidRequestError():
             return ErrorReply(400, INVALID_REQUEST, message, error.param, error.code)
+        case ForbiddenError():
+            return ErrorReply(403, INVALID_REQUEST, message, None, error.code)
         case ModelNotFoundError():
             return ErrorReply(404, INVALID_REQUEST, message, "model", error.code)
         case QueueFullError():

@@ -45,15 +45,15 @@ async def health(request: web.Request) -> web.Response:
         running=sum(engine.num_running for engine in stats),
         waiting=sum(engine.num_waiting for engine in stats),
     )
-    return _json(body, status=200 if is_alive else 503)
+    return json_reply(body, status=200 if is_alive else 503)
 
 
 async def list_models(request: web.Request) -> web.Response:
-    return _json(ModelList([model_card(model) for model in request.app[REGISTRY]]))
+    return json_reply(ModelList([model_card(model) for model in request.app[REGISTRY]]))
 
 
 async def show_model(request: web.Request) -> web.Response:
-    return _json(model_card(request.app[REGISTRY].get(request.match_info["model_id"])))
+    return json_reply(model_card(request.app[REGISTRY].get(request.match_info["model_id"])))
 
 
 def model_card(model: ServedModel) -> ModelCard:
@@ -61,5 +61,5 @@ def model_card(model: ServedModel) -> ModelCard:
     return ModelCard(model.id, model.created, limit, limit, parent=model.parent or UNSET)
 
 
-def _json(body: msgspec.Struct, *, status: int = 200) -> web.Response:
+def json_reply(body: msgspec.Struct, *, status: int = 200) -> web.Response:
     return web.Response(status=status, body=msgspec.json.encode(body), content_type="application/json")

@@ -19,6 +19,7 @@ from safetensors.numpy import load_file, save_file
 from mlxserve.config import EngineConfig
 from mlxserve.engine.served_adapters import load_adapter
 from mlxserve.engine.served_model import ServedModel, open_folder
+from mlxserve.server import adapters as adapters_module
 from mlxserve.server.adapters import _is_local
 from tests.server.serving import COMPLETIONS, Client, reply, scripted, serving
 from tests.tiny_adapters import write_adapter
@@ -208,11 +209,11 @@ async def test_a_wrong_adapter_is_refused_and_nothing_changes(
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"name": "a"}, "missing required field `path`"),
+        ({"name": "a"}, "path is required"),
         ({"name": "a/b", "path": "x"}, "an adapter's name has 1 to 64 letters"),
         ({"name": "", "path": "x"}, "an adapter's name has 1 to 64 letters"),
-        ({"name": "a", "path": "x", "rank": 1}, "unknown field `rank`"),
-        ({"name": 1, "path": "x"}, "Expected `str`, got `int` - at `$.name`"),
+        ({"name": "a", "path": "x", "rank": 1}, "unknown field: rank"),
+        ({"name": 1, "path": "x"}, "name must be of type string, not 1"),
         ({"name": "a", "path": "/no/such/place"}, "/no/such/place: no such adapter folder"),
     ],
 )
@@ -250,6 +251,19 @@ async def test_folders_are_read_for_this_machine_or_with_the_key(tmp_path: Path)
     addresses = {"127.0.0.1": True, "::1": True, "127.9.9.9": True, None: True, "": True}
     addresses |= {"192.168.1.4": False, "::ffff:10.0.0.1": False, "fe80::1%en0": False, "8.8.8.8": False}
     assert {address: _is_local(address) for address in addresses} == addresses
+
+
+async def test_others_are_told_why_they_may_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapters_module, "_is_local", lambda remote: False)
+    folder = write_adapter(tmp_path / "a", MODEL)
+    async with serving(served(tmp_path)) as api:
+        for refused in (
+            await api.post(ADAPTERS, {"name": "a", "path": str(folder)}),
+            await api.request("DELETE", f"{ADAPTERS}/tiny"),
+        ):
+            assert (refused.status, refused.error["code"]) == (403, "forbidden")
+            assert "from this machine or with the API key" in refused.error["message"]
+        assert (await api.get(ADAPTERS)).body["data"] == []
 
 
 async def test_no_page_in_a_browser_can_load_one(tmp_path: Path) -> None:
