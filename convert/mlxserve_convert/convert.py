@@ -18,6 +18,7 @@ from mlxserve_convert.output_folder import OutputFolder, write_json
 from mlxserve_convert.plan import Plan, make_plan
 from mlxserve_convert.streaming import StreamedOutput, memory_limit
 from mlxserve_convert.verify import verify_folder
+from mlxserve_convert.weights import quantized_types
 
 _NOT_IN_PURPOSE = frozenset({"force", "dry_run", "check", "memory_limit"})
 """Options that change nothing in the tensors."""
@@ -51,7 +52,7 @@ def convert(
 
 def _check_is_work(checkpoint: Checkpoint, options: ConvertOptions) -> None:
     """Refuses to copy what is converted already."""
-    types = sorted({t for w in checkpoint.weights.values() if w.is_quantized for t in w.source_types})
+    types = quantized_types(checkpoint.weights.values())
     if checkpoint.is_mlx and types and not options.wants_quantization and not options.dequantize:
         raise ConversionError(
             f"{checkpoint.path}: is an MLX model already ({', '.join(types)}): use it as it is, or give "

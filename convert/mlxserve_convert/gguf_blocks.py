@@ -31,7 +31,8 @@ from gguf import quants
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from mlxserve_convert.gguf_file import GGUFFile, GGUFTensor
-from mlxserve_convert.weights import Layout, Mode, Packed, Weight
+from mlxserve_convert.options import Mode
+from mlxserve_convert.weights import Layout, Packed, Weight
 
 Bytes = np.ndarray[Any, Any]
 """uint8."""

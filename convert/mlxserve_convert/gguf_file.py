@@ -7,7 +7,6 @@ and 3 are read. Whatever is wrong with a file ends in a ConversionError of one l
 from __future__ import annotations
 
 import itertools
-import mmap
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from mlxserve.errors import ConversionError
+from mlxserve_convert.mapped_file import MappedFile
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -62,47 +62,26 @@ class GGUFFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._map = MappedFile(path, "GGUF file")
         try:
-            self._handle = path.open("rb")
-        except OSError as error:
-            raise ConversionError(f"{path}: cannot be opened: {error.strerror}") from error
-        try:
-            self._map = self._open_map()
             parser = _Parser(path, self._map)
             self.version: int = parser.version
             self.metadata: dict[str, Any] = parser.read_metadata()
             self.tensors: dict[str, GGUFTensor] = parser.read_tensors(self.metadata)
         except BaseException:
-            self._handle.close()
+            self._map.close()
             raise
-
-    def _open_map(self) -> mmap.mmap:
-        try:
-            return mmap.mmap(self._handle.fileno(), 0, access=mmap.ACCESS_READ)
-        except ValueError as error:
-            raise ConversionError(f"{self.path}: is empty, not a GGUF file") from error
-        except OSError as error:
-            raise ConversionError(f"{self.path}: cannot be read: {error.strerror}") from error
 
     def data(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """The raw bytes of a tensor, as a read-only view."""
         tensor = self.tensors[name]
-        return np.frombuffer(self._map, np.uint8, tensor.num_bytes, tensor.offset)
+        return self._map.span(tensor.offset, tensor.num_bytes)
 
     def prefetch(self, offset: int, num_bytes: int) -> None:
-        """Tells the system that these bytes are read soon."""
-        if num_bytes > 0:
-            first = offset // mmap.PAGESIZE * mmap.PAGESIZE
-            self._map.madvise(mmap.MADV_WILLNEED, first, offset + num_bytes - first)
+        self._map.prefetch(offset, num_bytes)
 
     def close(self) -> None:
-        try:
-            self._map.close()
-        except BufferError:
-            # A view is still alive (in a traceback, say): the map goes with it.
-            pass
-        finally:
-            self._handle.close()
+        self._map.close()
 
     def __enter__(self) -> GGUFFile:
         return self
@@ -121,7 +100,7 @@ def _plain(text: str) -> str:
 class _Parser:
     """One pass over the header. Every read is checked against the end of the file."""
 
-    def __init__(self, path: Path, data: mmap.mmap) -> None:
+    def __init__(self, path: Path, data: MappedFile) -> None:
         self._path = path
         self._data = data
         self._size = len(data)
@@ -148,7 +127,7 @@ class _Parser:
             raise ConversionError(
                 f"{self._path}: truncated: {_plain(what)} needs bytes up to {end}, the file has {self._size}"
             )
-        raw = self._data[self._at : end]
+        raw = self._data.read(self._at, end)
         self._at = end
         return raw
 

@@ -39,26 +39,31 @@ STORED_DTYPES: dict[str, tuple[type[np.generic], mx.Dtype]] = {
 
 
 class MappedFile:
-    """A file, mapped read-only while it is used. ``close`` lets the map go once no view of it is left."""
+    """A file, mapped read-only while it is used. ``close`` lets the map go once no view of it is left.
+    ``kind`` is what it should be, for the error of an empty one."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, kind: str | None = None) -> None:
         self.path = path
         try:
             with path.open("rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except ValueError:
-            raise ConversionError(f"{path}: is empty") from None
+            raise ConversionError(f"{path}: is empty{f', not a {kind}' if kind else ''}") from None
         except OSError as error:
             raise ConversionError(f"{path}: cannot be read: {error.strerror}") from error
 
     def __len__(self) -> int:
         return len(self._map)
 
+    def read(self, start: int, stop: int) -> bytes:
+        return self._map[start:stop]
+
     def span(self, offset: int, num_bytes: int) -> Bytes:
         """A read-only view."""
         return np.frombuffer(self._map, np.uint8, num_bytes, offset)
 
     def prefetch(self, offset: int, num_bytes: int) -> None:
+        """Tells the system that these bytes are read soon."""
         if num_bytes > 0:
             first = offset // mmap.PAGESIZE * mmap.PAGESIZE
             self._map.madvise(mmap.MADV_WILLNEED, first, offset + num_bytes - first)

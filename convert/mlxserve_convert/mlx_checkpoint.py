@@ -9,11 +9,13 @@ from typing import Any
 import mlx.core as mx
 
 from mlxserve.errors import ConversionError
-from mlxserve_convert.options import BITS, GROUP_SIZES
-from mlxserve_convert.weights import Layout, Mode, Packed, Weight
+from mlxserve_convert.options import BITS, DEFAULT_GROUP_SIZE, GROUP_SIZES, MODES, Mode
+from mlxserve_convert.weights import Layout, Packed, Weight
 
-DEFAULT_GROUP_SIZES: dict[Mode, int] = {"affine": 64, "mxfp4": 32, "mxfp8": 32, "nvfp4": 16}
-FIXED_BITS: dict[Mode, int] = {"mxfp4": 4, "mxfp8": 8, "nvfp4": 4}
+DEFAULT_GROUP_SIZES: dict[Mode, int] = {
+    mode: DEFAULT_GROUP_SIZE if fixed is None else fixed[1] for mode, fixed in MODES.items()
+}
+FIXED_BITS: dict[Mode, int] = {mode: fixed[0] for mode, fixed in MODES.items() if fixed is not None}
 """Modes whose name says the bits; their group size is the default one, always."""
 _GLOBAL_SCALE_UNIT = 448.0 * 6.0
 """The largest product of an e4m3 scale and an e2m1 number: MLX stores global scales in units of it."""

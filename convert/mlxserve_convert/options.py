@@ -20,7 +20,8 @@ DEFAULT_BITS = 4
 DEFAULT_GROUP_SIZE = 64
 DEFAULT_TARGET_BPW = 4.5
 RECIPES = ("default", "uniform", "mixed", "experts-low", "auto")
-MODES: dict[str, tuple[int, int] | None] = {
+Mode = Literal["affine", "mxfp4", "mxfp8", "nvfp4"]
+MODES: dict[Mode, tuple[int, int] | None] = {
     "affine": None,
     "mxfp4": (4, 32),
     "mxfp8": (8, 32),

@@ -104,11 +104,9 @@ class OutputFolder:
     def _locked(self) -> int:
         while True:
             self.path.mkdir(mode=0o700, exist_ok=True)
-            handle = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                handle = lock_folder(self.path)
             except BlockingIOError:
-                os.close(handle)
                 raise OutputBusyError(f"{self.target}: is being written by another process") from None
             # Whoever held the lock may have moved the folder away in between.
             if self.path.is_dir() and os.path.samestat(os.fstat(handle), self.path.stat()):
@@ -167,6 +165,18 @@ class OutputFolder:
         replaced = self.target.with_name(f".{self.target.name}.replaced-{os.getpid()}")
         os.rename(self.target, replaced)
         return replaced
+
+
+def lock_folder(folder: Path) -> int:
+    """Locks a folder for this process; closing the handle, or its end, unlocks it. Raises BlockingIOError
+    where another has it."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle
 
 
 def _empty(folder: Path) -> None:

@@ -19,7 +19,7 @@ from mlxserve_convert.naming import check_experts, nested_names, split_fused_exp
 from mlxserve_convert.options import DEFAULT_TARGET_BPW, ConvertOptions, PlannedTensor
 from mlxserve_convert.recipes import Choice, Module, Recipe, recipe_of
 from mlxserve_convert.tracing import sanitized
-from mlxserve_convert.weights import Layout, Weight
+from mlxserve_convert.weights import Layout, Weight, quantized_types
 
 _TIE = "tie_word_embeddings"
 _HEAD = "lm_head.weight"
@@ -108,7 +108,7 @@ def make_plan(checkpoint: Checkpoint, options: ConvertOptions) -> Plan:
     weights = _named(checkpoint, model, config, warnings)
     weights = _checked_names(checkpoint, model, weights)
     keeps = checkpoint.keeps_layouts and not options.wants_quantization and not options.dequantize
-    types = sorted({t for weight in weights.values() if weight.is_quantized for t in weight.source_types})
+    types = quantized_types(weights.values())
     if types and options.wants_quantization:
         warnings.append(
             f"{path.name} is quantized already ({', '.join(types)}) and is quantized again, which loses more "

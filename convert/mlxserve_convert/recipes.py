@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlxserve_convert.mlx_checkpoint import DEFAULT_GROUP_SIZES, FIXED_BITS
-from mlxserve_convert.options import BITS, DEFAULT_BITS, ConvertOptions
+from mlxserve_convert.options import BITS, DEFAULT_BITS, ConvertOptions, Mode
 from mlxserve_convert.roles import Role, layer_of, role_of
-from mlxserve_convert.weights import Mode
 
 
 @dataclass(frozen=True, slots=True)

@@ -265,8 +265,3 @@ class _WriterThread:
             os.fsync(journal.fileno())
         self._lines = []
         self._unsynced = 0
-
-
-def written_bytes(folder: Path) -> int:
-    """What an interrupted run left in a folder."""
-    return sum(file.stat().st_size for file in folder.glob("shard-*.data"))

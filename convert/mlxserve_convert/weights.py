@@ -13,16 +13,16 @@ from __future__ import annotations
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from mlxserve.errors import ConversionError
+from mlxserve_convert.options import Mode
 
-Mode = Literal["affine", "mxfp4", "mxfp8", "nvfp4"]
 Index = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -150,7 +150,32 @@ class Leaf(Weight):
         return self._matrix[start:stop]
 
 
-class Rows(Weight):
+class Derived(Weight):
+    """What is made of other weights: what it keeps, and the memory that it takes, are theirs."""
+
+    def __init__(self, sources: Sequence[Weight], shape: Sequence[int], dtype: mx.Dtype) -> None:
+        super().__init__(
+            shape,
+            dtype,
+            frozenset().union(*(source.source_types for source in sources)),
+            is_quantized=any(source.is_quantized for source in sources),
+        )
+        self._sources = tuple(sources)
+
+    def prefetch(self, start: int, stop: int) -> None:
+        for source in self._sources:
+            source.prefetch(start, stop)
+
+    def release(self) -> None:
+        for source in self._sources:
+            source.release()
+
+    @property
+    def whole_bytes(self) -> int:
+        return max((source.whole_bytes for source in self._sources), default=0)
+
+
+class Rows(Derived):
     """Rows of other weights of equal columns, in any order: slices, stacks, concatenations and reorderings
     along all axes but the last. ``index`` has the shape of the result without its last axis and counts the
     rows of all parts, one part after the other."""
@@ -158,13 +183,7 @@ class Rows(Weight):
     def __init__(self, parts: Sequence[Weight], index: Index) -> None:
         first = parts[0]
         assert all(part.num_columns == first.num_columns for part in parts)
-        super().__init__(
-            (*index.shape, first.num_columns),
-            _common_dtype(parts),
-            frozenset().union(*(part.source_types for part in parts)),
-            is_quantized=any(part.is_quantized for part in parts),
-        )
-        self._parts = tuple(parts)
+        super().__init__(parts, (*index.shape, first.num_columns), _common_dtype(parts))
         self._firsts = np.cumsum([0, *(part.num_rows for part in parts)])
         self._index = index.reshape(-1)
         if all(part.layout == first.layout for part in parts):
@@ -182,7 +201,7 @@ class Rows(Weight):
         for begin, end in itertools.pairwise(edges):
             part = int(part_of[begin])
             first = int(wanted[begin] - self._firsts[part])
-            runs.append((self._parts[part], first, first + end - begin))
+            runs.append((self._sources[part], first, first + end - begin))
         return runs
 
     def _gathered(
@@ -196,7 +215,7 @@ class Rows(Weight):
             part = runs[0][0]
             low, high = min(run[1] for run in runs), max(run[2] for run in runs)
             if high - low <= 2 * (stop - start):
-                offset = int(self._firsts[self._parts.index(part)]) + low
+                offset = int(self._firsts[self._sources.index(part)]) + low
                 order = mx.array(self._index[start:stop] - offset)
                 return tuple(array[order] for array in read(part, low, high))
         pieces = [read(part, first, last) for part, first, last in runs]
@@ -218,17 +237,9 @@ class Rows(Weight):
         for part, first, last in self._runs(start, stop):
             part.prefetch(first, last)
 
-    def release(self) -> None:
-        for part in self._parts:
-            part.release()
-
-    @property
-    def whole_bytes(self) -> int:
-        return max(part.whole_bytes for part in self._parts)
-
     def parts_and_index(self) -> tuple[tuple[Weight, ...], Index]:
         """For rows of rows, which are rows of the same parts."""
-        return self._parts, self._index
+        return self._sources, self._index
 
 
 def rows(parts: Sequence[Weight], index: Index) -> Weight:
@@ -247,16 +258,11 @@ def row_numbers(weight: Weight, first: int = 0) -> Index:
     return np.arange(first, first + weight.num_rows, dtype=np.int64).reshape(weight.shape[:-1])
 
 
-class Columns(Weight):
+class Columns(Derived):
     """Columns [first, last) of every row. A layout survives where the cut falls between groups and words."""
 
     def __init__(self, source: Weight, first: int, last: int) -> None:
-        super().__init__(
-            (*source.shape[:-1], last - first),
-            source.dtype,
-            source.source_types,
-            is_quantized=source.is_quantized,
-        )
+        super().__init__([source], (*source.shape[:-1], last - first), source.dtype)
         self._source = source
         self._first, self._last = first, last
         layout = source.layout
@@ -275,33 +281,17 @@ class Columns(Weight):
         biases = None if whole.biases is None else whole.biases[:, groups]
         return Packed(whole.words[:, words], whole.scales[:, groups], biases)
 
-    def prefetch(self, start: int, stop: int) -> None:
-        self._source.prefetch(start, stop)
-
-    def release(self) -> None:
-        self._source.release()
-
-    @property
-    def whole_bytes(self) -> int:
-        return self._source.whole_bytes
-
 
 def _is_group_edge(layout: Layout, column: int) -> bool:
     return column % layout.group_size == 0 and column * layout.bits % 32 == 0
 
 
-class JoinedColumns(Weight):
+class JoinedColumns(Derived):
     """Weights side by side along the last axis."""
 
     def __init__(self, parts: Sequence[Weight]) -> None:
         columns = sum(part.num_columns for part in parts)
-        super().__init__(
-            (*parts[0].shape[:-1], columns),
-            _common_dtype(parts),
-            frozenset().union(*(part.source_types for part in parts)),
-            is_quantized=any(part.is_quantized for part in parts),
-        )
-        self._parts = tuple(parts)
+        super().__init__(parts, (*parts[0].shape[:-1], columns), _common_dtype(parts))
         layout = parts[0].layout
         edges = np.cumsum([part.num_columns for part in parts]).tolist()
         is_whole = layout is not None and all(_is_group_edge(layout, edge) for edge in edges)
@@ -309,37 +299,20 @@ class JoinedColumns(Weight):
             self.layout = layout
 
     def read(self, start: int, stop: int) -> mx.array:
-        return mx.concatenate([part.read(start, stop).astype(self.dtype) for part in self._parts], axis=-1)
+        return mx.concatenate([part.read(start, stop).astype(self.dtype) for part in self._sources], axis=-1)
 
     def read_packed(self, start: int, stop: int) -> Packed:
-        pieces = [part.read_packed(start, stop).parts() for part in self._parts]
+        pieces = [part.read_packed(start, stop).parts() for part in self._sources]
         joined = tuple(mx.concatenate(list(arrays), axis=-1) for arrays in zip(*pieces, strict=True))
         return _packed(joined)
 
-    def prefetch(self, start: int, stop: int) -> None:
-        for part in self._parts:
-            part.prefetch(start, stop)
 
-    def release(self) -> None:
-        for part in self._parts:
-            part.release()
-
-    @property
-    def whole_bytes(self) -> int:
-        return max(part.whole_bytes for part in self._parts)
-
-
-class Transposed(Weight):
+class Transposed(Derived):
     """The last two axes exchanged."""
 
     def __init__(self, source: Weight) -> None:
         *outer, num_rows, num_columns = source.shape
-        super().__init__(
-            (*outer, num_columns, num_rows),
-            source.dtype,
-            source.source_types,
-            is_quantized=source.is_quantized,
-        )
+        super().__init__([source], (*outer, num_columns, num_rows), source.dtype)
         self._source = source
 
     def read(self, start: int, stop: int) -> mx.array:
@@ -356,34 +329,17 @@ class Transposed(Weight):
         height, width = self.shape[-2], self.shape[-1]
         self._source.prefetch(start // height * width, -(-stop // height) * width)
 
-    def release(self) -> None:
-        self._source.release()
 
-    @property
-    def whole_bytes(self) -> int:
-        return self._source.whole_bytes
-
-
-class Mapped(Weight):
+class Mapped(Derived):
     """A function of one element each, or of a whole row, applied to every row. ``dtype`` is its result's."""
 
     def __init__(self, source: Weight, function: Callable[[mx.array], mx.array], dtype: mx.Dtype) -> None:
-        super().__init__(source.shape, dtype, source.source_types, is_quantized=source.is_quantized)
+        super().__init__([source], source.shape, dtype)
         self._source = source
         self._function = function
 
     def read(self, start: int, stop: int) -> mx.array:
         return self._function(self._source.read(start, stop))
-
-    def prefetch(self, start: int, stop: int) -> None:
-        self._source.prefetch(start, stop)
-
-    def release(self) -> None:
-        self._source.release()
-
-    @property
-    def whole_bytes(self) -> int:
-        return self._source.whole_bytes
 
 
 class Computation:
@@ -460,3 +416,8 @@ def _common_dtype(parts: Sequence[Weight]) -> mx.Dtype:
         # bfloat16 with float16 has no common narrow type.
         return mx.float32
     raise ConversionError(f"tensors of different types are joined: {', '.join(sorted(map(str, dtypes)))}")
+
+
+def quantized_types(weights: Iterable[Weight]) -> list[str]:
+    """The quantized formats among some weights, sorted."""
+    return sorted({name for weight in weights if weight.is_quantized for name in weight.source_types})

@@ -90,14 +90,7 @@ def fetch(source: ModelSource, *, console: Console) -> Path:
 
 def pull(reference: RepoReference, patterns: Patterns, *, console: Console, offline: bool = False) -> Pull:
     """Pulls with a bar on ``console``, and checks the weights as they would be for loading."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with _byte_progress(console) as progress:
         task = progress.add_task(f"Pulling {reference}", total=None)
 
         def update(pulled: PullProgress) -> None:
@@ -131,9 +124,8 @@ def _imported(gguf: Path, *, console: Console) -> Path:
     return folder
 
 
-@contextmanager
-def conversion_progress(console: Console, title: str) -> Iterator[OnProgress]:
-    """A progress bar on ``console``, as the callback that ``convert`` takes."""
+def _byte_progress(console: Console) -> Progress:
+    """A bar of bytes with rate and time left; nothing where nobody looks."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -141,8 +133,13 @@ def conversion_progress(console: Console, title: str) -> Iterator[OnProgress]:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    is_hidden = not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=is_hidden) as progress:
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+@contextmanager
+def conversion_progress(console: Console, title: str) -> Iterator[OnProgress]:
+    """A progress bar on ``console``, as the callback that ``convert`` takes."""
+    with _byte_progress(console) as progress:
         task = progress.add_task(title, total=None)
 
         def update(written: Written) -> None:

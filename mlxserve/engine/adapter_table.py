@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import mlx.core as mx
-
 from mlxserve.engine.scheduler import ScheduledSequence
 from mlxserve.errors import ModelLoadError
 from mlxserve.models.adapters import bind_adapters
+from mlxserve.models.kept_arrays import KeptArray, ints
 from mlxserve.models.loader import LoadedModel
 from mlxserve.models.paged import RowAdapters
 from mlxserve_kernels.adapters import LowRank, StackAdapters
@@ -22,6 +21,7 @@ class AdapterTable:
         self._changes: dict[int, Mapping[str, LowRank]] = {}
         self._bound: dict[int, StackAdapters] = {}
         self._slots: dict[int, int] = {}
+        self._row_slots: KeptArray[list[int]] = KeptArray(ints)
 
     def load(self, adapter_id: int, changes: Mapping[str, LowRank]) -> None:
         """Raises UnsupportedModelError or ModelLoadError, and changes nothing, for an adapter that does not
@@ -50,4 +50,4 @@ class AdapterTable:
         for row, adapter_id in zip(rows, ids, strict=True):
             slot = -1 if adapter_id is None else self._slots[adapter_id]
             slots.extend([slot] * row.num_tokens)
-        return RowAdapters(self._bound, mx.array(slots, dtype=mx.int32))
+        return RowAdapters(self._bound, self._row_slots.get(slots))

@@ -128,6 +128,8 @@ class EngineCore:
         self._drop_unused_adapters()
 
     def _drop_unused_adapters(self) -> None:
+        if not self._retired_adapters:
+            return
         used = {sequence.request.adapter_id for sequence in self._sequences.values()}
         for adapter_id in self._retired_adapters - used:
             self._scheduler.cache.forget(adapter_id)
@@ -147,8 +149,7 @@ class EngineCore:
         for output in outputs:
             if output.finish_reason is not None:
                 self._sequences.pop(output.request_id, None)
-        if self._retired_adapters:
-            self._drop_unused_adapters()
+        self._drop_unused_adapters()
         return outputs
 
     def rest(self) -> None:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from mlxserve.errors import UsageError
 
 DEFAULT_CONTEXT = 512
-DEFAULT_STRIDE = 256
 
 
 @dataclass(frozen=True, slots=True)

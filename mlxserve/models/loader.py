@@ -141,13 +141,7 @@ def load_module(folder: Path) -> nn.Module:
     config = read_config(folder)
     read_tensors(folder)
     kernel_choice.settle()
-    module = _build(folder, config)
-    dtype = _activation_dtype(module)
-    use_kernels(module, dtype)
-    for _, layer in module.named_modules():
-        _convert_parameters(layer, dtype)
-    mx.eval(module.parameters())
-    return module
+    return _on_kernels(lambda: _build(folder, config), _evaluate_untiled)
 
 
 def load_plain(folder: Path) -> nn.Module:
@@ -164,12 +158,19 @@ def plain_built(build: Build) -> nn.Module:
     return _on_kernels(build)
 
 
-def _on_kernels(build: Build) -> nn.Module:
+def _on_kernels(build: Build, evaluate: Callable[[nn.Module, mx.Dtype], None] | None = None) -> nn.Module:
     module = build()
     dtype = _activation_dtype(module)
     use_kernels(module, dtype)
-    _evaluate_by_layer(module, dtype)
+    (evaluate or _evaluate_by_layer)(module, dtype)
     return module
+
+
+def _evaluate_untiled(module: nn.Module, dtype: mx.Dtype) -> None:
+    """Read the weights in plain layers, which have gradients."""
+    for _, layer in module.named_modules():
+        _convert_parameters(layer, dtype)
+    mx.eval(module.parameters())
 
 
 def _load(build: Build, config: dict[str, Any], *, fuse: bool) -> LoadedModel:

@@ -29,7 +29,7 @@ Message = dict[str, Any]
 def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     """Raises InvalidRequestError whose ``param`` is "messages" or a place in it."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
-        raise InvalidRequestError(f"messages must be a list, not {_kind(messages)}", param="messages")
+        raise InvalidRequestError(f"messages must be a list, not {json_kind(messages)}", param="messages")
     if not messages:
         raise InvalidRequestError("messages must not be empty", param="messages")
     return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
@@ -56,7 +56,7 @@ def with_mapped_arguments(messages: Sequence[Message]) -> list[Message]:
 
 def _message(message: Mapping[str, Any], place: str) -> Message:
     if not isinstance(message, Mapping):
-        raise InvalidRequestError(f"{place} must be an object, not {_kind(message)}", param="messages")
+        raise InvalidRequestError(f"{place} must be an object, not {json_kind(message)}", param="messages")
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise InvalidRequestError(
@@ -67,7 +67,9 @@ def _message(message: Mapping[str, Any], place: str) -> Message:
     result["content"] = _text(message.get("content"), place)
     calls = result.pop("tool_calls", None)
     if calls is not None and not isinstance(calls, list | tuple):
-        raise InvalidRequestError(f"{place}.tool_calls must be a list, not {_kind(calls)}", param="messages")
+        raise InvalidRequestError(
+            f"{place}.tool_calls must be a list, not {json_kind(calls)}", param="messages"
+        )
     if calls:
         if role != "assistant":
             raise InvalidRequestError(
@@ -85,7 +87,7 @@ def _text(content: object, place: str) -> str:
     if isinstance(content, Sequence):
         return "".join(_part(part, f"{place}.content[{i}]") for i, part in enumerate(content))
     raise InvalidRequestError(
-        f"{place}.content must be a string or a list of parts, not {_kind(content)}", param="messages"
+        f"{place}.content must be a string or a list of parts, not {json_kind(content)}", param="messages"
     )
 
 
@@ -93,7 +95,7 @@ def _part(part: object, place: str) -> str:
     if isinstance(part, str):
         return part
     if not isinstance(part, Mapping):
-        raise InvalidRequestError(f"{place} must be an object, not {_kind(part)}", param="messages")
+        raise InvalidRequestError(f"{place} must be an object, not {json_kind(part)}", param="messages")
     kind = part.get("type")
     key = {"text": "text", "refusal": "refusal"}.get(kind) if isinstance(kind, str) else None
     if key is None:
@@ -103,7 +105,7 @@ def _part(part: object, place: str) -> str:
         )
     text = part.get(key)
     if not isinstance(text, str):
-        raise InvalidRequestError(f"{place}.{key} must be a string, not {_kind(text)}", param="messages")
+        raise InvalidRequestError(f"{place}.{key} must be a string, not {json_kind(text)}", param="messages")
     return text
 
 
@@ -122,7 +124,7 @@ def _arguments(arguments: object, place: str) -> Mapping[str, Any] | str:
         return arguments or {}
     if not isinstance(arguments, str):
         raise InvalidRequestError(
-            f"{place}.function.arguments must be a JSON string or an object, not {_kind(arguments)}",
+            f"{place}.function.arguments must be a JSON string or an object, not {json_kind(arguments)}",
             param=place,
         )
     if not arguments.strip():
@@ -134,7 +136,7 @@ def _arguments(arguments: object, place: str) -> Mapping[str, Any] | str:
     return value if isinstance(value, dict) else arguments
 
 
-def _kind(value: object) -> str:
+def json_kind(value: object) -> str:
     """The JSON name of a value's type."""
     if value is None:
         return "null"

@@ -13,8 +13,6 @@ killed at any moment leaves the last whole save.
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -26,6 +24,7 @@ import mlx.core as mx
 
 from mlxserve.errors import UsageError
 from mlxserve.json_file import read_json_object
+from mlxserve_convert.output_folder import lock_folder, sync, write_json
 
 ADAPTERS = "adapters.safetensors"
 CONFIG = "adapter_config.json"
@@ -55,22 +54,17 @@ class Checkpoints:
         """Makes the folder and keeps other runs out of it. Raises UsageError where one is in it."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            handle = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
-        except OSError as error:
-            raise UsageError(f"{self.folder}: cannot be written: {error.strerror}") from None
-        try:
-            self._lock(handle)
-            yield
-        finally:
-            os.close(handle)
-
-    def _lock(self, handle: int) -> None:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            handle = lock_folder(self.folder)
         except BlockingIOError:
             raise UsageError(
                 f"{self.folder}: another run is being trained there, choose another --output"
             ) from None
+        except OSError as error:
+            raise UsageError(f"{self.folder}: cannot be written: {error.strerror}") from None
+        try:
+            yield
+        finally:
+            os.close(handle)
 
     @property
     def has_state(self) -> bool:
@@ -82,7 +76,7 @@ class Checkpoints:
         fresh = self._fresh_folder(_STATE)
         mx.save_safetensors(str(fresh / ADAPTERS), saved.weights)
         mx.save_safetensors(str(fresh / _OPTIMIZER), saved.optimizer)
-        _write_json(fresh / _PROGRESS, saved.progress)
+        write_json(fresh / _PROGRESS, saved.progress)
         self._replace(fresh, self.folder / _STATE)
         _write_json_in_place(self.folder / CONFIG, config)
         _link_in_place(self.folder / _STATE / ADAPTERS, self.folder / ADAPTERS)
@@ -90,7 +84,7 @@ class Checkpoints:
     def save_best(self, weights: dict[str, mx.array], config: dict[str, Any]) -> None:
         fresh = self._fresh_folder(_BEST)
         mx.save_safetensors(str(fresh / ADAPTERS), weights)
-        _write_json(fresh / CONFIG, config)
+        write_json(fresh / CONFIG, config)
         self._replace(fresh, self.folder / _BEST)
 
     def adopt_best(self, other: Path) -> None:
@@ -133,24 +127,20 @@ class Checkpoints:
 
     def _replace(self, fresh: Path, place: Path) -> None:
         for file in fresh.iterdir():
-            _sync(file)
+            sync(file)
         old = place.with_name(f".{place.name}.old")
         if place.exists():
             shutil.rmtree(old, ignore_errors=True)
             os.rename(place, old)
         os.rename(fresh, place)
-        _sync(place.parent)
+        sync(place.parent)
         shutil.rmtree(old, ignore_errors=True)
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_json_in_place(path: Path, value: dict[str, Any]) -> None:
     fresh = path.with_name(f".{path.name}.new")
-    _write_json(fresh, value)
-    _sync(fresh)
+    write_json(fresh, value)
+    sync(fresh)
     os.replace(fresh, path)
 
 
@@ -163,11 +153,3 @@ def _link_in_place(source: Path, path: Path) -> None:
     except OSError:
         shutil.copyfile(source, fresh)
     os.replace(fresh, path)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

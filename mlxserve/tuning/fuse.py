@@ -18,7 +18,8 @@ from mlxserve.models.adapter_folder import AdapterFolder
 from mlxserve_convert.checkpoint import Checkpoint
 from mlxserve_convert.mlx_checkpoint import dequantized
 from mlxserve_convert.plan import Plan, Target
-from mlxserve_convert.weights import Layout, Leaf, Packed, Weight
+from mlxserve_convert.rounding import quantized_rows
+from mlxserve_convert.weights import Layout, Leaf, Weight
 
 FuseBits = Literal["auto", "keep", "floats"]
 
@@ -235,11 +236,7 @@ def _lost(weight: Changed, candidates: list[Layout | None], dtype: mx.Dtype) -> 
 def _rounded(values: mx.array, layout: Layout | None, dtype: mx.Dtype) -> mx.array:
     if layout is None:
         return values.astype(dtype).astype(mx.float32)
-    parts = mx.quantize(
-        values.astype(dtype), group_size=layout.group_size, bits=layout.bits, mode=layout.mode
-    )
-    packed = Packed(parts[0], parts[1], parts[2] if layout.has_biases else None)
-    return dequantized(packed, layout, mx.float32)
+    return dequantized(quantized_rows(values.astype(dtype), layout, None), layout, mx.float32)
 
 
 def _squares(values: mx.array) -> float:

@@ -10,11 +10,12 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxserve.errors import ConversionError, MlxserveError
-from mlxserve.models.adapter_folder import AdapterFolder, read_adapter
+from mlxserve.models.adapter_folder import WEIGHTS, AdapterFolder, read_adapter
 from mlxserve.text.folder_tokenizer import load_tokenizer
 from mlxserve.tuning.attach import attach_adapter
 from mlxserve.tuning.fuse import CLOSE_LOST, MAX_LOST, FuseBits, FusedLayer, fused_plan
 from mlxserve.tuning.training_model import load_training_model
+from mlxserve_convert.checkpoint import identity_of
 from mlxserve_convert.convert import open_checkpoint
 from mlxserve_convert.layouts import quantization_config
 from mlxserve_convert.options import ConvertOptions, OnProgress
@@ -67,7 +68,7 @@ def fuse_adapter(
         for limit in limits:
             plan, layers = fused_plan(checkpoint, make_plan(checkpoint, options), adapter, bits, limit)
             plan = _with_config(plan)
-            purpose = f"fuse {checkpoint.identity} {_identity(adapter)} {bits} {limit}"
+            purpose = f"fuse {checkpoint.identity} {identity_of([adapter.path / WEIGHTS])} {bits} {limit}"
             folder = OutputFolder(output, purpose=purpose, force=force)
             folder.check(plan.num_bytes)
             try:
@@ -96,12 +97,6 @@ def _with_config(plan: Plan) -> Plan:
     if quantization is not None:
         config["quantization"] = quantization
     return replace(plan, config=config)
-
-
-def _identity(adapter: AdapterFolder) -> str:
-    file = adapter.path / "adapters.safetensors"
-    status = file.stat()
-    return f"{file.resolve()} {status.st_size} {status.st_mtime_ns}"
 
 
 def _proof(base: Path, adapter: AdapterFolder, fused: Path) -> tuple[float, float]:

@@ -7,7 +7,6 @@ the module's path, ``lora_alpha`` instead of the scale, and DoRA's lengths as ``
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ import mlx.core as mx
 from mlxserve.errors import ModelLoadError, UnsupportedModelError
 from mlxserve.json_file import read_json_object
 from mlxserve.models.adapter_folder import CONFIG, PEFT_WEIGHTS, WEIGHTS, AdapterFolder, load_tensors
+from mlxserve_convert.output_folder import write_json
 
 _PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
@@ -65,7 +65,7 @@ def export_peft(adapter: AdapterFolder, output: Path, *, base_name: str) -> None
     }
     output.mkdir(parents=True)
     mx.save_safetensors(str(output / PEFT_WEIGHTS), tensors, metadata={"format": "pt"})
-    (output / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_json(output / CONFIG, config)
 
 
 def import_peft(source: Path, output: Path) -> None:
@@ -127,7 +127,7 @@ def _write_native(
     }
     output.mkdir(parents=True)
     mx.save_safetensors(str(output / WEIGHTS), dict(tensors))
-    (output / CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    write_json(output / CONFIG, settings)
 
 
 def _checked_config(source: Path) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from mlxserve.text.messages import json_kind
+
 RowKind = Literal["messages", "prompt/completion", "text"]
 
 _SHAREGPT_FIELD = "conversations"
@@ -148,7 +150,7 @@ def _present(value: Mapping[str, Any], name: str) -> Any:
 
 def _text(value: Any, name: str) -> str:
     if not isinstance(value, str):
-        raise BadRowError(f"{name} must be a string, not {kind_of(value)}")
+        raise BadRowError(f"{name} must be a string, not {json_kind(value)}")
     return value
 
 
@@ -167,7 +169,7 @@ def _list(value: Any, name: str) -> list[Any]:
         except (ValueError, RecursionError):
             raise BadRowError(f"{name} must be a list, or the JSON text of one") from None
     if not isinstance(value, list):
-        raise BadRowError(f"{name} must be a list, not {kind_of(value)}")
+        raise BadRowError(f"{name} must be a list, not {json_kind(value)}")
     return value
 
 
@@ -183,7 +185,7 @@ def _turns(items: list[Any], name: str) -> list[dict[str, Any]]:
 
 def _turn(item: Any, name: str) -> dict[str, Any]:
     if not isinstance(item, dict):
-        raise BadRowError(f"{name} must be an object, not {kind_of(item)}")
+        raise BadRowError(f"{name} must be an object, not {json_kind(item)}")
     if "role" in item or "from" not in item or "value" not in item:
         # Columns of a table give every message every key.
         return {key: part for key, part in item.items() if part is not None}
@@ -202,18 +204,5 @@ def _tools(value: Mapping[str, Any], field: str | None) -> list[dict[str, Any]] 
     tools = _list(given, name)
     for index, tool in enumerate(tools):
         if not isinstance(tool, dict):
-            raise BadRowError(f"{name}[{index}] must be an object, not {kind_of(tool)}")
+            raise BadRowError(f"{name}[{index}] must be an object, not {json_kind(tool)}")
     return tools or None
-
-
-def kind_of(value: object) -> str:
-    """A value's type in JSON's words."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "a boolean"
-    if isinstance(value, int | float):
-        return "a number"
-    if isinstance(value, str):
-        return "a string"
-    return "a list" if isinstance(value, list) else "an object"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import itertools
 from collections.abc import Mapping, Sequence
 
 from mlxserve.errors import UsageError
+from mlxserve_convert.roles import layer_of, role_of
 
 PRESETS: dict[str, tuple[str, ...]] = {
     "attention": ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "out_proj", "dense"),
@@ -15,7 +15,6 @@ PRESETS: dict[str, tuple[str, ...]] = {
 }
 """Names of layers by preset. ``linear`` is every linear layer of a decoder layer but routers, ``experts``
 those of experts; both follow from the kinds of the layers."""
-ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 _BY_KIND = ("linear", "experts")
 
 
@@ -31,7 +30,7 @@ def chosen_layers(
     if last is not None and last > num_layers:
         raise UsageError(f"layers is {last}, but the model has only {num_layers}")
     first = 0 if last is None or last == -1 else num_layers - last
-    inside = {path: kind for path, kind in kinds.items() if (_layer_of(path) or 0) >= first}
+    inside = {path: kind for path, kind in kinds.items() if (layer_of(path) or 0) >= first}
     chosen: set[str] = set()
     for name in wanted:
         found = {path for path, kind in inside.items() if _is_named(path, kind, name)}
@@ -41,25 +40,16 @@ def chosen_layers(
     return tuple(sorted(chosen, key=_order))
 
 
-def _layer_of(path: str) -> int | None:
-    """The number of the decoder layer that a path lies in."""
-    parts = path.split(".")
-    for before, part in itertools.pairwise(parts):
-        if before == "layers" and part.isdigit():
-            return int(part)
-    return None
-
-
 def _order(path: str) -> tuple[int, str]:
-    layer = _layer_of(path)
+    layer = layer_of(path)
     return (-1 if layer is None else layer, path)
 
 
 def _is_named(path: str, kind: str, name: str) -> bool:
     leaf = path.rsplit(".", 1)[-1]
-    is_inside = _layer_of(path) is not None
+    is_inside = layer_of(path) is not None
     if name == "linear":
-        return is_inside and kind in ("linear", "experts") and leaf not in ROUTERS
+        return is_inside and kind in ("linear", "experts") and role_of(path) != "router"
     if name == "experts":
         return kind == "experts"
     if name in PRESETS:

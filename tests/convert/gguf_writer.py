@@ -15,21 +15,9 @@ import gguf
 import numpy as np
 from gguf import MODEL_ARCH, GGMLQuantizationType, get_tensor_name_map
 
-from tests.convert.checkpoints import Arrays, add_byte_level_tokenizer, pair_rows, random_weights
+from tests.convert.checkpoints import LLAMA, Arrays, add_byte_level_tokenizer, pair_rows, random_weights
 
-BASE: dict[str, Any] = {
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "rms_norm_eps": 1e-5,
-    "vocab_size": 320,
-    "max_position_embeddings": 256,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-}
+BASE: dict[str, Any] = {name: value for name, value in LLAMA.items() if name != "model_type"}
 
 
 def no_keys(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:

@@ -65,7 +65,7 @@ def test_a_run_that_is_killed_while_it_saves_has_a_whole_save(
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoints_module.os, "rename", counted(os.rename))
-        patch.setattr(checkpoints_module, "_sync", counted(lambda path: None))
+        patch.setattr(checkpoints_module, "sync", counted(lambda path: None))
         with pytest.raises(Killed):
             run.save(saved(2), CONFIG)
     found = Checkpoints(tmp_path / "run").load()

@@ -17,7 +17,15 @@ import numpy as np
 
 from mlxserve.errors import ConversionError
 from mlxserve_convert.methods.affine import AffineWeight
-from mlxserve_convert.methods.method import Method, Settings, check_type, fields_between, part, refused
+from mlxserve_convert.methods.method import (
+    Method,
+    Settings,
+    check_type,
+    decoded_modules,
+    fields_between,
+    part,
+    refused,
+)
 from mlxserve_convert.weights import Weight
 
 _BITS = (2, 3, 4, 8)
@@ -78,15 +86,7 @@ def _check(settings: Settings, where: str) -> None:
 
 
 def _decode(weights: Mapping[str, Weight], settings: Settings, where: str) -> dict[str, Weight]:
-    decoded: dict[str, Weight] = {}
-    modules = {name.removesuffix(".qweight") for name in weights if name.endswith(".qweight")}
-    for name, weight in weights.items():
-        module, _, kind = name.rpartition(".")
-        if module not in modules or kind not in _PARTS:
-            decoded[name] = weight
-    for module in sorted(modules):
-        decoded[f"{module}.weight"] = _matrix(weights, module, settings, where)
-    return decoded
+    return decoded_modules(weights, _PARTS, lambda module: _matrix(weights, module, settings, where))
 
 
 def _matrix(weights: Mapping[str, Weight], module: str, settings: Settings, where: str) -> GptqWeight:

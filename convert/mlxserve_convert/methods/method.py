@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +59,22 @@ def part(weights: Mapping[str, Weight], name: str, where: str, *shape: int) -> W
     if shape and weight.shape != shape:
         raise ConversionError(f"{where}: tensor {name!r} has shape {weight.shape}, expected {shape}")
     return weight
+
+
+def decoded_modules(
+    weights: Mapping[str, Weight], parts: Collection[str], matrix: Callable[[str], Weight]
+) -> dict[str, Weight]:
+    """All tensors, with ``matrix(module)`` as the weight of every module that has a ``qweight``, in place of
+    its ``parts``."""
+    modules = {name.removesuffix(".qweight") for name in weights if name.endswith(".qweight")}
+    decoded: dict[str, Weight] = {}
+    for name, weight in weights.items():
+        module, _, kind = name.rpartition(".")
+        if module not in modules or kind not in parts:
+            decoded[name] = weight
+    for module in sorted(modules):
+        decoded[f"{module}.weight"] = matrix(module)
+    return decoded
 
 
 def check_type(weight: Weight, name: str, where: str, *types: mx.Dtype) -> None:
