@@ -61,13 +61,23 @@ print(digest.hexdigest())
 PYTHON
 }
 
-# requirements EXTRA: what pyproject.toml lists for it, one a line.
+# requirements EXTRA: what pyproject.toml lists for it, one a line; extras of ours in it are spelt out, as no index
+# has this project.
 requirements() {
     "$PY" - "$ROOT/pyproject.toml" "$1" <<'PYTHON'
 import sys, tomllib
 
 with open(sys.argv[1], "rb") as file:
-    print("\n".join(tomllib.load(file)["project"]["optional-dependencies"][sys.argv[2]]))
+    project = tomllib.load(file)["project"]
+
+
+def listed(extra):
+    for line in project["optional-dependencies"][extra]:
+        own = line.removeprefix(project["name"] + "[")
+        yield from listed(own.removesuffix("]")) if own != line else [line]
+
+
+print("\n".join(listed(sys.argv[2])))
 PYTHON
 }
 
